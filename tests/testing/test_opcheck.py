@@ -215,6 +215,23 @@ def test_failures_can_be_collected(namespace: str) -> None:
     assert result["test_faketensor"] == "SUCCESS"
 
 
+def test_failure_after_a_wrong_fake_kernel_names_it(namespace: str) -> None:
+    def longer(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0] + 1)
+
+    op = torchop.custom_op(f"{namespace}::op", double, mutates_args=())
+    op.register_fake(longer)
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    result = torchop.opcheck(op, (torch.ones(3, requires_grad=True),), raise_exception=False)
+    assert "mismatched tensor metadata" in str(result["test_faketensor"])
+    failure = result["test_aot_dispatch_dynamic"]
+    assert isinstance(failure, torchop.testing.OpCheckError)
+    assert "for the same reason as test_faketensor. Correct the fake kernel first" in str(failure)
+
+
 def test_error_is_also_an_error_of_torch_library(namespace: str) -> None:
     from torch.testing._internal.optests import OpCheckError
 

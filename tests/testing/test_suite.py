@@ -109,6 +109,63 @@ def test_finding_names_place_and_fix(suited: pytest.Pytester) -> None:
     )
 
 
+DESCRIBED = """
+import torch
+from torch import Tensor
+
+@torch.library.custom_op("described::product", mutates_args=())
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).contiguous()
+
+@torch.library.custom_op("described::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return (x * 0.5).contiguous()
+
+product.register_fake(lambda x, y: x.new_empty(x.shape))  # ignores the dtype of y
+halved.register_fake(lambda x: x.new_empty(*x.shape, 1))
+"""
+CALLS = """
+import described, torch
+
+def test_product(): described.product(torch.ones(2, 3), torch.ones(2, 3))
+def test_halved(): described.halved(torch.ones(2, 3))
+"""
+
+
+@pytest.mark.project  # slow, because it starts pytest and imports PyTorch
+def test_report_agrees_with_check(suited: pytest.Pytester) -> None:
+    """The plugin checks dtypes that no test uses, like `check` with the same calls."""
+    suited.makepyfile(described=DESCRIBED, test_suited=CALLS)
+    checks = ["promotion", "accepted", "fake", "sharing"]
+    options = [f"--torchop-check-only={check}" for check in checks]
+    done = suited.runpytest_subprocess("--torchop-check=described::*", "-rs", *options, timeout=400)
+    done.assert_outcomes(passed=4, failed=3, skipped=1)
+    done.stdout.fnmatch_lines(
+        [
+            "test_suited.py .. * [[] ??%]",
+            "torchop-check * [[]100%]",
+            # The failure in another family names the failure that shows the cause.
+            "described::halved: dtypes.accepted probably fails for the same reason as "
+            "subsystems.fake. Correct subsystems.fake first.",
+            "described::product: The fake kernel promotes dtypes *(dtypes.promotion)",
+            "SKIPPED [[]1] *: described::halved[[]sharing]: sharing.one: no call only *",
+        ],
+        consecutive=False,
+    )
+    program = (
+        "import torch, described\n"
+        "from torchop.testing import check\n"
+        "x = torch.ones(2, 3)\n"
+        "for op, args in ((described.product, (x, x)), (described.halved, (x,))):\n"
+        f"    report = check(op, args, only={checks}, raise_exception=False)\n"
+        "    print(op._opoverload.name(), sorted(each.check for each in report.failures))\n"
+    )
+    suited.makepyfile(program=program)
+    text = suited.runpython(suited.path / "program.py").stdout.str()
+    assert "described::product ['dtypes.promotion']" in text
+    assert "described::halved ['dtypes.accepted', 'subsystems.fake']" in text
+
+
 def test_wrong_options_are_usage_errors(suited: pytest.Pytester) -> None:
     (suited.path / "known.json").write_text("[")
     for option, message in (

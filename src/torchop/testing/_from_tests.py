@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from torchop._compat import fake_tensors, operators
 from torchop.extend import Operator, OpName
-from torchop.testing._check.advice import finding_in_words
+from torchop.testing._check.advice import finding_in_words, followup_in_words
 from torchop.testing._check.calls import Example
-from torchop.testing._check.findings import Result
+from torchop.testing._check.findings import Finding, Result
 from torchop.testing._check.report import CheckReport
 from torchop.testing._check.run import Check, is_named, plan_checks
 from torchop.testing._check.table import CHECKS
@@ -56,11 +54,16 @@ _LAST = (
 
 
 class Family(NamedTuple):
-    """The results of one family of checks, such as `"memory"`, for one operator."""
+    """The results of one family of checks, such as `"memory"`, for one operator.
+
+    `findings` contains the findings of all families, because a failure in one family may explain
+    failures in other families.
+    """
 
     op: str
     name: str
     report: CheckReport
+    findings: tuple[Finding, ...]
 
     @property
     def failures(self) -> tuple[Result, ...]:
@@ -76,9 +79,14 @@ class Family(NamedTuple):
         return tuple(r for r in self.report.results if r.outcome == "expected failure")
 
     def in_words(self) -> str:
-        operator = Operator(self.op, "check")
-        findings = self.report.findings
-        return "\n\n".join(finding_in_words(operator, finding) for finding in findings)
+        operator, texts = Operator(self.op, "check"), []
+        for finding in self.findings:
+            if finding.failure.family == self.name:
+                texts.append(finding_in_words(operator, finding))
+                continue
+            here = [r for r in self.failures if r.check in finding.others]
+            texts += [followup_in_words(operator, r, finding.failure) for r in here]
+        return "\n\n".join(texts)
 
     def tested(self) -> dict[str, Any]:
         """Return the outcome as plain values, which pytest-xdist can send between processes."""
@@ -190,6 +198,7 @@ def families(report: CheckReport) -> list[Family]:
             dataclasses.replace(
                 report, results=tuple(r for r in report.results if r.family == name)
             ),
+            report.findings,
         )
         for name in names
     ]
@@ -239,36 +248,7 @@ def _plan(
         examples = _with_grown(op, examples)
     checks = plan_checks(op, examples)
     chosen = [c for c in checks if not only or any(map(c.is_named, only))]
-    return {check.name: _for_known_dtypes(check) for check in chosen}
-
-
-def _for_known_dtypes(check: Check) -> Check:
-    """Limit a check of the fake kernel's dtypes to calls like those of the test suite.
-
-    Many operators are meant for floating-point tensors only, but do not reject integers.
-    """
-    if check.kind.name not in ("dtypes.accepted", "dtypes.promotion"):
-        return check
-    known = [_kinds_of_dtypes(example) for example in check.subject.originals]
-    are_mixed = any(len(_float_dtypes(example)) > 1 for example in check.subject.originals)
-
-    def cases(subject: Any, details: Any) -> Iterator[Any]:
-        for case in check.kind.cases(subject, details):
-            example = case.arguments()
-            is_mixed = len(_float_dtypes(example)) > 1
-            if _kinds_of_dtypes(example) in known and (are_mixed or not is_mixed):
-                yield case
-
-    return dataclasses.replace(check, kind=dataclasses.replace(check.kind, cases=cases))
-
-
-def _kinds_of_dtypes(example: Example) -> list[tuple[bool, bool, bool]]:
-    dtypes = [tensor.dtype for tensor in example.tensors]
-    return [(d.is_floating_point, d.is_complex, d is torch.bool) for d in dtypes]
-
-
-def _float_dtypes(example: Example) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in example.tensors if tensor.is_floating_point()}
+    return {check.name: check for check in chosen}
 
 
 def _with_grown(op: str, examples: Sequence[Any]) -> list[Any]:

@@ -131,8 +131,22 @@ def opcheck(
                     f"opcheck(op, ...): {check} of {operator.name} failed: {error}"
                     f"{_what_to_do(error)}"
                 ) from error
-            results[check] = error
+            results[check] = _after_wrong_fake(check, error, results)
     return results
+
+
+def _after_wrong_fake(check: str, error: Exception, results: Mapping[str, Any]) -> Exception:
+    """Return the failure of a check. If the fake kernel is wrong, name it as the likely cause."""
+    if not check.startswith("test_aot_dispatch") or not isinstance(
+        results.get("test_faketensor"), Exception
+    ):
+        return error
+    failure = optests.opcheck_error(OpCheckError)(
+        f"{check} probably fails for the same reason as test_faketensor. Correct the fake kernel "
+        f"first. {error}"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _what_to_do(error: Exception) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -86,16 +87,23 @@ class Suite:
     # ----------------------------------------------------------------------------------------------
     # The controller, or the only process
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    # With `trylast`, the terminal reports the end of the progress after these results.
+    @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         result = yield
         if not hasattr(self._config, "workerinput"):
             is_distributed = self._config.pluginmanager.hasplugin("dsession")
-            for tested in self._received if is_distributed else self._tested():
-                self._log(session, tested)
+            results: Iterable[dict[str, Any]] = self._received if is_distributed else self._tested()
             if is_distributed and not self._received:
                 problem = "no worker of pytest-xdist ran the checks, because some crashed"
-                self._log(session, _failure("torchop", problem))
+                results = [_failure("torchop", problem)]
+            before = session.testscollected
+            pairs = itertools.pairwise(itertools.chain(results, [None]))
+            for number, (tested, following) in enumerate(pairs, before + 1):
+                # pytest prints the share of the collected tests that it has reported. Count the
+                # result that follows too, because pytest treats a share of 100 % as the end.
+                session.testscollected = number + (following is not None)
+                self._log(cast(dict[str, Any], tested))
         return result
 
     def _tested(self) -> Iterator[dict[str, Any]]:
@@ -120,7 +128,7 @@ class Suite:
         if baseline.is_new:
             self._notes.append(f"wrote the failures to {path}; commit it to accept them")
 
-    def _log(self, session: pytest.Session, tested: dict[str, Any]) -> None:
+    def _log(self, tested: dict[str, Any]) -> None:
         """Report a result like a test, with a report for each phase."""
         namespace, _, name = tested["name"].partition("::")
         nodeid = f"torchop-check::{namespace}::{name}"
@@ -132,7 +140,7 @@ class Suite:
             outcome: Any = tested["outcome"] if when == "call" else "passed"
             text: Any = tested["text"] or None if when == "call" else None
             if outcome == "skipped":
-                text = ("torchop-check", 0, f"Skipped: {text}")
+                text = ("torchop-check", 0, f"Skipped: {tested['name']}: {text}")
             report: Any = pytest.TestReport(
                 nodeid,
                 location,
@@ -148,7 +156,6 @@ class Suite:
                 report.torchop = tested["torchop"]
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)
-        session.testscollected += 1
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for note in self._notes:

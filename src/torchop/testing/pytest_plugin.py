@@ -21,7 +21,7 @@ import pytest
 
 from torchop._accelerate import patterns
 from torchop.extend import OpName
-from torchop.testing._check.findings import Result
+from torchop.testing._check.findings import Result, explaining
 from torchop.testing._check.report import CheckReport, write_json
 from torchop.testing._check.run import (
     Check,
@@ -42,10 +42,11 @@ _NO_PLAN = "examples"
 
 @dataclasses.dataclass(eq=False)
 class _Operator:
-    """An operator to test, with the options from `pytest.mark.torchop`."""
+    """An operator to test, with the options from `pytest.mark.torchop`, and its failures so far."""
 
     name: str
     options: Mapping[str, Any]
+    failures: list[Result] = dataclasses.field(default_factory=list)
 
 
 class _Planned(NamedTuple):
@@ -199,9 +200,12 @@ class PlannedCheck:
         self.report = report = self._run()
         (result,) = report.results
         if result.outcome == "failed":
-            _fail(_in_words(self.op, result))
+            failures = self._planned.op.failures
+            first = explaining(result, failures)
+            failures.append(result)
+            _fail(_in_words(self.op, result, "" if first is None else first.check))
         if result.outcome != "passed":
-            pytest.skip(result.message)
+            pytest.skip(f"{self.op}: {result.check}: {result.message}")
         return result
 
     def _run(self) -> CheckReport:
@@ -222,8 +226,10 @@ class PlannedCheck:
         return dataclasses.replace(report, results=(run_check(check),))
 
 
-def _in_words(op: str, result: Result) -> str:
-    return f"{op}: {result.check}: {result.message}\n\n{result.program}".rstrip()
+def _in_words(op: str, result: Result, first: str = "") -> str:
+    """Describe a failure. `first` is the name of an earlier failure that probably explains it."""
+    link = f"probably for the same reason as {first}; correct that first: " if first else ""
+    return f"{op}: {result.check}: {link}{result.message}\n\n{result.program}".rstrip()
 
 
 def _expected_failure(result: Result, why: str) -> Result:

@@ -8,7 +8,7 @@ from torch import Tensor
 import torchop
 from tests.testing.zoo import WRONG
 from torchop.testing import CheckReport, Result, check
-from torchop.testing._check.findings import grouped
+from torchop.testing._check.findings import explaining, grouped
 from torchop.testing._check.run import plan_checks, run_check
 
 
@@ -45,6 +45,14 @@ def test_wrong_results_and_wrong_fake_kernels_are_separate_findings() -> None:
     layouts = [failed(name, "layout") for name in ("memory.gaps", "memory.offset")]
     fake = failed("subsystems.fake", "layout")
     assert [f.others for f in grouped([*layouts, fake])] == [("memory.offset",), ()]
+
+
+def test_wrong_fake_kernel_explains_wrong_programs() -> None:
+    fake = failed("subsystems.fake", "layout")
+    compiled = failed("subsystems.compiled", "plain", "RuntimeError: sizes differ")
+    assert [f.others for f in grouped([fake, compiled])] == [("subsystems.compiled",)]
+    assert explaining(compiled, [failed("memory.gaps", "layout"), fake]) is fake
+    assert explaining(failed("subsystems.gradcheck"), [fake]) is None
 
 
 def test_failures_of_two_providers_are_separate_findings() -> None:

@@ -182,6 +182,14 @@ def finding_in_words(operator: Operator, finding: Finding) -> str:
     return "\n".join(lines).rstrip()
 
 
+def followup_in_words(operator: Operator, result: Result, first: Result) -> str:
+    """Describe a failure that `first`, a failure of the same operator, probably explains."""
+    return (
+        f"{operator}: {result.check} probably fails for the same reason as {first.check}. Correct "
+        f"{first.check} first.\n  found: {result.message}"
+    )
+
+
 def _argument(operator: Operator, result: Result) -> str:
     """Return the name of the argument that a message mentions, or else of the first tensor."""
     tensors = [a.name for a in operator.schema.arguments if "Tensor" in a.kind]
