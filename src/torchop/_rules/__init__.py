@@ -1,10 +1,11 @@
 """The rules of an operator: one class for each subsystem of PyTorch, such as autograd or vmap.
 
-Every operator has one instance of each class in `RULES`. The instance stores the functions that the
-user registered for the operator, such as kernels or a backward formula. The functions in
-`INSTALLERS` run when an operator is defined.
+Every operator has one instance of each class in `RULES`, which stores the functions registered for
+this operator, such as kernels or a backward formula. The functions in `INSTALLERS` run when an
+operator is defined, and install its first kernels and torch_dispatch rules.
 
-The package `user` contains a different kind of rule: instances of the public class `torchop.Rule`.
+The package `user` contains a different kind of rule: torchop's own instances of the public class
+`torchop.Rule`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ POLICIES = get_args(Policy)
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype | Policy]"]):
-    """Maps each device type to the dtype or the policy by which autocast casts the inputs."""
+    """The dtype or policy that autocast uses to cast the inputs, for each device type."""
 
     dtypes: Mapping[str, torch.dtype | Policy] = NOTHING
 
@@ -79,7 +79,8 @@ def _autocast_key(device_type: str) -> str:
 
 def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Callable[..., Any]:
     schema = definition.schema
-    # The kernel must write into the caller's tensor, so do not cast mutated arguments.
+    # Do not cast mutated arguments, because the kernel must write into the caller's tensor instead
+    # of a copy.
     castable = {a.name for a in schema.arguments if a.holds_tensors and not a.is_mutated}
     positions = [n for n, a in enumerate(schema.positional) if a.name in castable]
     names = [a.name for a in schema.keyword_only if a.name in castable]
@@ -129,11 +130,11 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
 
 
 def _has_device_type(device_type: str, key: str) -> Callable[[Tensor], bool]:
-    """Return a function that returns whether a tensor is on a device of this type."""
+    """Return a predicate that checks whether a tensor is on a device of this type."""
     if device_type in ("cpu", "cuda"):
         return operator.attrgetter(f"is_{device_type}")  # five times as fast as `device.type`
-    # A custom backend has two names, "privateuseone" and its registered name. Both have the same
-    # autocast key, so compare the keys.
+    # A custom backend has two names, "privateuseone" and its registered name. Both map to the same
+    # autocast key, so compare the keys instead of the names.
     return lambda tensor: _autocast_key(tensor.device.type) == key
 
 
@@ -144,7 +145,8 @@ _METHODS: dict[torch.dtype | None, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
 }
 # ATen's autocast skips float64 too (`is_eligible` in ATen/autocast_mode.h).
-# The search in a tuple that starts with the most frequent dtypes is faster than in a set.
+# This is a tuple with the most common dtypes first, because searching it is faster than a lookup in
+# a set.
 _CAST = tuple(
     dict.fromkeys(
         dtype
@@ -186,19 +188,20 @@ def register_autocast(
     """Register how autocast casts the inputs of an operator.
 
     Inside `torch.autocast(device_type)`, a call casts the floating-point tensors on that device,
-    also in lists and structures, except for float64 tensors and mutated arguments. The kernel and
-    the formula then run with autocast disabled. A later registration for a device type replaces the
-    earlier one.
+    including tensors in lists and structures. It does not cast float64 tensors and mutated
+    arguments. The kernel and the formula then run with autocast disabled. Registering again for the
+    same device type replaces the earlier registration.
 
     Args:
         op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
-        device_type: `"cpu"`, `"cuda"`, or any other device type that supports autocast. If only a
-            policy is passed, it applies to all device types.
+        device_type: `"cpu"`, `"cuda"`, or any other device type that supports autocast. If you pass
+            only a policy, it applies to all device types.
         cast_inputs: a floating-point dtype, or one of ATen's policies: `"low_precision"` casts to
-            the dtype of the region, `"float32"` to float32, and `"promote"` to the widest dtype of
-            the tensors that are cast.
-        lib: the library that owns the registration. By default, the registration is permanent.
+            the dtype of the autocast region, `"float32"` to float32, and `"promote"` to the widest
+            dtype of the tensors that are cast.
+        lib: the library that owns the registration, so that closing it removes the registration. By
+            default, the registration is permanent.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.

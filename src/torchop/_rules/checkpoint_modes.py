@@ -1,8 +1,8 @@
 """Activation checkpointing: decide whether the results of a call are saved or recomputed.
 
-An operator may have a checkpoint policy. This module combines it with the policy function of the
-checkpointed region. The results of effectful and random operators are always saved, because running
-these operators a second time would be wrong.
+An operator may have its own checkpoint policy, which this module combines with the policy function
+of the checkpointed region. The results of effectful and random operators are always saved, because
+it would be wrong to run these operators a second time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Decision(NamedTuple):
     """The checkpoint policy of an operator.
 
     Attributes:
-        registered: the string or function that the user registered. It becomes a part of the cache
-            keys of compiled graphs.
+        registered: the string or function that the user registered. It is part of the cache keys of
+            compiled graphs.
         decide: returns the policy for a call, given PyTorch's `SelectiveCheckpointContext` and the
             arguments of the call.
     """
@@ -37,11 +37,11 @@ class Decision(NamedTuple):
 
 
 def install(definition: Definition) -> None:
-    """If the operator is random, prevent compilers from recomputing it in the backward.
+    """Prevent compilers from recomputing a random operator in the backward pass.
 
-    Do nothing for operators that mutate arguments, because their functionalization rule already
-    prevents the recomputation. Do nothing for helper operators either, because the code that
-    defines a helper operator calls `register_for_checkpoints`.
+    This is a no-op for operators that mutate arguments, because their functionalization rule
+    already prevents the recomputation. It also skips helper operators, because the code that
+    defines a helper operator calls `register_for_checkpoints` itself.
     """
     declaration = definition.declaration
     if (
@@ -54,9 +54,9 @@ def install(definition: Definition) -> None:
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if registries.effect_of(op._name) is not None:
-        # Save the results. Otherwise a compiler could recompute the call in the backward, together
-        # with all earlier effectful calls. PyTorch's pass `force_save_effectful_ops`
-        # (torch/_functorch/partitioners.py) does not cover this case.
+        # Save the results. Otherwise a compiler could recompute the call in the backward pass,
+        # together with all earlier effectful calls, because PyTorch's pass
+        # `force_save_effectful_ops` (torch/_functorch/partitioners.py) does not cover this case.
         with checkpointing.saving_in_trace():
             return mode.__torch_dispatch__(op, types, args, kwargs)
     return _with_policies(op, "", mode, op, types, args, kwargs)
@@ -67,11 +67,11 @@ def register_for_checkpoints(
 ) -> None:
     """Register how an operator behaves in checkpointing modes and in a compiler's trace.
 
-    A torch_dispatch rule that the user registers takes precedence.
+    A torch_dispatch rule registered by the user takes precedence over this registration.
 
-    If `definition` is a helper operator, `op` is the original operator. Policy functions receive
-    `op` instead of the helper operator, because users do not know it. `extra` is the name of a
-    keyword argument that only the helper operator has. Policy functions do not receive it.
+    For a helper operator, pass the original operator as `op`. Policy functions then receive `op`
+    instead of the helper operator, which users do not know. `extra` names a keyword argument that
+    only the helper operator has, so it is not passed to policy functions either.
     """
     for mode, rule in rules_by_mode(op, extra).items():
         definition.registered.add_default_rule(mode, rule)
@@ -88,7 +88,7 @@ def rules_by_mode(op: OpOverload | None = None, extra: str = "") -> dict[type, C
 
 
 def in_trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call, and mark its results as saved or recomputed by the operator's policy.
+    """Trace a call, and mark its results as saved or recomputed according to the operator's policy.
 
     Workaround for pytorch/pytorch#190758: under `activation_memory_budget`, the partitioner may
     recompute any node that is not marked MUST_SAVE.
@@ -106,15 +106,16 @@ def _marking(
 
 @contextlib.contextmanager
 def marked(op: Any, args: Any, kwargs: Any, proxy_mode: Any = None) -> Iterator[None]:
-    """Mark the FX nodes that are traced in this block as saved or recomputed.
+    """Mark the FX nodes traced in this block as saved or recomputed.
 
-    This applies the operator's policy outside of checkpointed regions. The results of random
-    operators are always saved.
+    This is how the operator's policy takes effect outside of checkpointed regions. The results of
+    random operators are always saved, whatever the policy is.
     """
     policy = _policy(op, args, kwargs)
     if Tag.nondeterministic_seeded in op.tags:
         policy = CheckpointPolicy.MUST_SAVE
-    # Nodes of the backward are not recomputed. A mark would make the partitioner save their inputs.
+    # Nodes of the backward pass are never recomputed, so marking them for recomputation would only
+    # make the partitioner save their inputs.
     if policy is None or (autograd.is_in_backward() and not _saves(policy)):
         yield
         return
@@ -125,10 +126,11 @@ def marked(op: Any, args: Any, kwargs: Any, proxy_mode: Any = None) -> Iterator[
 
 @contextlib.contextmanager
 def marked_as_one_call(op: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Mark the FX nodes of an operator's function, which is traced above autograd in this block.
+    """Mark the FX nodes of an operator's function as if they were a single call to `op`.
 
-    Checkpointing modes only see the operators in the function. All nodes receive the mark that a
-    single call to `op` would receive.
+    The function is traced above autograd in this block, so checkpointing modes see only the
+    operators in the function, and not `op`. All nodes therefore receive the mark that a call to
+    `op` would receive.
     """
     region = checkpointing.policy_of_region(op, args, kwargs)
     if region is None:
@@ -144,7 +146,7 @@ def marked_as_one_call(op: Any, args: Any, kwargs: Any) -> Iterator[None]:
 
 
 def _policy(op: Any, args: Any, kwargs: Any) -> Policy | None:
-    # Look up the rule by name, because its module imports this module.
+    # Look up the rule by name, because importing its module here would be circular.
     rule = get_rule("checkpoint_policy")
     if not rule.has(op):
         return None
@@ -178,7 +180,8 @@ def _with_policies(
     finally:
         mode.policy_fn = of_region
     if of_operator is not None and not isinstance(of_call, bool) and _saves(of_call):
-        # The mode has marked the nodes PREFER_SAVE, which the partitioner ignores.
+        # Mark the nodes again, because the mode has marked them PREFER_SAVE, which the partitioner
+        # ignores.
         checkpointing.mark(nodes, of_call)
     return result
 

@@ -20,15 +20,15 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 from torchop._schema.text import arguments_alone, results_of
 
-# None means that no effect is declared. `"none"` means that the operator is declared to have no
-# effect, so compilers may remove its calls.
+# None means that nothing was declared, whereas `"none"` declares that the operator has no effect,
+# so compilers may remove its calls.
 Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
 _CUSTOM_CLASS = "__torch__"
-# Maps the name of each operator to the effect that it had when it was last traced. Entries outlive
-# a redefinition of the operator, because PyTorch's caches find compiled code by the operator's name
-# and may return code that was compiled for the old effect.
+# The effect that each operator had when it was last traced, by the operator's name. Entries survive
+# a redefinition of the operator, because PyTorch caches compiled code by the operator's name and
+# may return code that was compiled for the old effect.
 _traced: dict[str, EffectType | None] = {}
 
 
@@ -42,7 +42,7 @@ class EffectRule(CompiledRule[Declared]):
     declared: Declared = None
 
     def watch(self) -> None:
-        """Install a check that raises if a compiler traces a call that it would silently remove."""
+        """Install a check that raises during tracing if a compiler would silently remove a call."""
         schema = self.definition.schema
         if not (schema.is_mutable or schema.is_view):
             self.definition.registered.add_default_rule(
@@ -112,9 +112,9 @@ def install(definition: Definition) -> Callable[[], None] | None:
 def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certain: bool) -> Effect:
     """Return the effect of an operator, given the declared effect.
 
-    An operator may change the objects that it takes by reference, unless the author declares that
-    it has no effect.
-    `is_certain` means that `mutates_args` names an object.
+    By default, an operator that takes objects by reference is assumed to change them, so its effect
+    is `"ordered"` unless the author declares another effect or `"none"`. `is_certain` means that
+    `mutates_args` names an object.
     """
     if is_certain and effect == "none":
         raise SchemaError(
@@ -128,9 +128,10 @@ def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certai
 def may_change_objects(schema: Schema, *, also_generators: bool = False) -> bool:
     """Return whether an operator may change an object, and PyTorch would respect the effect.
 
-    PyTorch ignores effects of operators that mutate or alias an argument. Unless `also_generators`
-    is true, generators do not count, because PyTorch's own operators that draw random numbers have
-    no effect either, and an effect would forbid `vmap` and a derived formula.
+    PyTorch ignores the effects of operators that mutate or alias an argument, so the result is
+    False for these operators. Generators count only if `also_generators` is true, because PyTorch's
+    own random operators have no effect either, and an effect would rule out `vmap` and derived
+    formulas.
     """
     if not schema.passes_objects or schema.is_mutable or schema.is_view:
         return False
@@ -187,8 +188,8 @@ def _check_not_composite(definition: Definition) -> None:
 def check_not_traced(name: OpName, declared: Declared) -> None:
     """Raise if the operator was already traced without the effect that is being declared.
 
-    Graphs that were compiled before would ignore the effect. If an effect is being removed, only
-    warn, because the old graphs keep every call and so remain correct.
+    Graphs that were compiled earlier would ignore the new effect. If an effect is being removed,
+    only warn, because the old graphs still keep every call and so remain correct.
     """
     effect = _kind(declared)
     before = _traced.get(str(name), effect)
@@ -226,7 +227,7 @@ def how_to_declare(name: object) -> str:
 
 
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call in FunctionalTensorMode. Raise if the compiler would silently remove it."""
+    """Trace a call in FunctionalTensorMode, or raise if the compiler would silently drop it."""
     name = op._name
     effect = registries.effect_of(name)
     if effect is None:
@@ -242,7 +243,7 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     _traced[name] = effect
     if effect is None:
         return in_autocast.trace(mode, op, types, args, kwargs)
-    # `in_checkpoint` also saves the results, but it does not always run: before PyTorch 2.13, a
+    # Save the results here too, because `in_checkpoint` does not always run: before PyTorch 2.13, a
     # checkpointed region without a policy function has no checkpointing mode.
     with checkpointing.saving_in_trace():
         return in_autocast.trace(mode, op, types, args, kwargs)
@@ -262,8 +263,8 @@ def register_effect(
 ) -> None:
     """Declare a side effect that an operator's schema does not show.
 
-    Compilers then keep every call and preserve the order of calls with the same effect. For an
-    operator of your own, declare the effect in its definition instead, with
+    Compilers then keep every call and preserve the order of calls with the same effect. If you
+    define the operator yourself, declare the effect there instead, with
     `custom_op(..., effects="ordered")`.
 
     Args:
@@ -271,7 +272,8 @@ def register_effect(
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         effect: `EffectType.ORDERED` or `"ordered"`; `"none"` if the operator has no effect; None to
             remove the declaration.
-        lib: the library that owns the registration. By default, the registration is permanent.
+        lib: the library that owns the registration, so that closing it removes the registration. By
+            default, the registration is permanent.
 
     Raises:
         TracingError: the operator was already compiled without the effect.

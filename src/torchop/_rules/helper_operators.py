@@ -1,11 +1,11 @@
 """Define operators that are derived from another operator and deregistered with it.
 
-Users call some derived operators, such as the in-place form of a functional operator. The other
-derived operators are helper operators: an operator `name__kind` replaces the operator `name` in
-compiled graphs. Helper operators are defined during registration, and not when a graph is traced,
-because a process may load a graph from a cache or a file without tracing it.
+Some derived operators, such as the in-place form of a functional operator, are called by users. The
+others are helper operators: an operator `name__kind` replaces the operator `name` in compiled
+graphs. Helper operators are defined at registration time rather than during tracing, because a
+process may load a graph from a cache or a file without tracing it.
 
-These are the kinds of helper operators. Each kind is a subclass of `HelperOperator`:
+Each kind of helper operator is a subclass of `HelperOperator`:
 
 | kind | replaces | defined in |
 | --- | --- | --- |
@@ -45,21 +45,22 @@ from torchop._schema.text import results_of
 class HelperOperator:
     """An operator `name__kind` that replaces the operator `name` in compiled graphs.
 
-    A subclass describes a kind. It overrides the attributes and methods in which the helper
-    operator differs from the operator `name`.
+    Each subclass describes one kind of helper operator, and overrides the attributes and methods
+    that differ from the operator `name`.
 
     Attributes:
         kind: the last part of the name.
-        tags: further tags. A helper operator also has the operator's tags, except for the tags of
-            in-place and out= forms.
-        further_results: the types of the results after the results of the operator `name`.
+        tags: additional tags. A helper operator also inherits the tags of the operator `name`,
+            except for the tags of in-place and out= forms.
+        further_results: the types of additional results, which follow the results of the operator
+            `name`.
         error: raised if another library has already defined an operator `name__kind`.
         inlined: the compilers that trace `kernel` instead of the helper operator.
-        convention: converts functions that users register for the helper operator to functions that
-            take and return the values of the schema.
+        convention: adapts functions that users register for the helper operator, so that they take
+            and return the values in its schema.
         layouts: the declared memory layouts of arguments.
-        kernel: takes the arguments of the schema. Most kernels call the operator `name` with other
-            arguments.
+        kernel: the kernel, which takes the arguments in the schema. Most kernels call the operator
+            `name` with different arguments.
         definition: the operator `name`.
         helper: the operator `name__kind`. `define` sets this attribute.
     """
@@ -79,10 +80,10 @@ class HelperOperator:
 
     @classmethod
     def of(cls, definition: Definition) -> Self:
-        """Return the operator's helper operator of this kind. Define it on first use.
+        """Return the operator's helper operator of this kind, defining it on first use.
 
-        Compiled graphs call a helper operator by name, so it is not defined again if the user
-        registers another formula.
+        Registering another formula later does not redefine the helper operator, because compiled
+        graphs call it by name.
         """
         helper = definition.helpers.get(cls.kind)
         if helper is None or not helper.is_registered:
@@ -116,11 +117,11 @@ class HelperOperator:
         return write_schema(name, self.written_arguments(), self.written_results())
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
-        # A kernel that only calls the operator `name` can also serve as the fake kernel.
+        # Most kernels only call the operator `name`, so they can also serve as the fake kernel.
         return self.kernel(*args, **kwargs)
 
     def split(self, results: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return the result of the operator `name`, and a tuple of the further results."""
+        """Split the results into the result of the operator `name` and the additional results."""
         everything = as_tuple(self.helper.schema, results)
         count = len(self.definition.schema.returns)
         return everything[:count] if count > 1 else everything[0], everything[count:]
@@ -132,7 +133,7 @@ class HelperOperator:
         """Update the helper operator after a rule of the operator `name` has changed."""
 
     def define(self) -> bool:
-        """Define the operator `name__kind`, or nothing if a step fails.
+        """Define the operator `name__kind`. If a step fails, undo the previous steps.
 
         Return False if another thread has already defined it.
         """
@@ -182,9 +183,9 @@ def define_derived(
 ) -> Definition:
     """Define an operator that is derived from `origin` and inherits its public rules.
 
-    A public rule, such as a sharding rule, may behave differently for each `kind`, such as
-    `"inplace"`. `register_rules` registers the other rules of the derived operator. Deregistering
-    `origin`, or closing `lib`, also deregisters the derived operator.
+    Public rules, such as sharding rules, may behave differently depending on `kind`, for example
+    for `"inplace"`. `register_rules` must register all other rules of the derived operator.
+    Deregistering `origin` or closing `lib` also deregisters the derived operator.
     """
 
     def build() -> Definition:

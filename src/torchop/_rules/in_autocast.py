@@ -1,20 +1,20 @@
-"""Run an operator of a compiled program in the autocast state of the traced call.
+"""Run an operator in a compiled program in the autocast state in which its call was traced.
 
 Compiled code runs with autocast disabled (`_DisableAutocast` in
 torch/_functorch/_aot_autograd/runtime_wrappers.py), because the casts of PyTorch's operators are
-part of the graph. But the kernel of a custom operator may also call PyTorch's operators, and in
-eager mode, autocast casts their inputs. So while autocast is enabled, `trace` records a call to
-`torchop::in_autocast`, which calls the operator with autocast enabled.
+already part of the graph. But the kernel of a custom operator may also call PyTorch's operators,
+whose inputs autocast would cast in eager mode. So if autocast is enabled during tracing, `trace`
+records a call to `torchop::in_autocast`, which calls the operator with autocast enabled.
 
-Operators with an autocast rule are called directly, because their kernels run without autocast.
+Operators with an autocast rule are called directly, because their kernels always run with autocast
+disabled.
 
-The functionalization rule also uses `torchop::in_autocast` without autocast, to call operators that
-PyTorch's functionalization does not support (see `trace_by_name`).
+The functionalization rule also uses `torchop::in_autocast`, even with autocast disabled, to call
+operators that PyTorch's functionalization does not support (see `trace_by_name`).
 
-There is one operator `torchop::in_autocast` for all operators, and it is defined at import. If each
-operator had a helper operator for this purpose, registering would take longer, and a helper
-operator that is defined during tracing would be unknown to a process that loads the graph from a
-cache or a file.
+A single operator, `torchop::in_autocast`, is defined at import and serves all operators. Defining a
+helper operator for each operator instead would slow down registration, and a helper operator
+defined during tracing would be missing in a process that loads the graph from a cache or a file.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ from torchop._core.call import tensors_in
 from torchop._errors import FakeKernelError, TracingError
 from torchop._rules.checkpoint_modes import marked
 
-# The method `fake_kernel` of `FakeRule`. `_rules.fake.rule` sets this variable, because an import
-# would be circular.
+# The method `fake_kernel` of `FakeRule`. `_rules.fake.rule` sets this variable, because importing
+# that module here would be circular.
 fake_kernel: Any = None
 
 
 def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
     """Trace a call in FunctionalTensorMode, so that the kernel runs in the current autocast state.
 
-    A trace before autograd (`pre_dispatch`) records regions of `torch.autocast` itself.
+    A trace before autograd (`pre_dispatch`) contains the operator itself, because it also records
+    the `torch.autocast` regions.
     """
     if not _state_of_kernel(mode, op, args, kwargs or {}):
         return mode.__torch_dispatch__(op, types, args, kwargs)
@@ -74,9 +75,10 @@ def trace_by_name(
     *,
     returns_arguments: bool = False,
 ) -> Any:
-    """Trace a call to `torchop::in_autocast` that calls `op`, in the current autocast state.
+    """Trace a call to `torchop::in_autocast`, which calls `op` in the current autocast state.
 
-    If the operator `returns_arguments`, the traced call returns nothing.
+    If `returns_arguments` is true, `op` only returns arguments that it mutates, so the traced call
+    returns nothing.
     """
     call = _Encoder(op).encode(_state_of_kernel(mode, op, args, kwargs), args, kwargs)
     is_in_place = bool(call.written) and (returns_arguments or not op._schema.returns)
@@ -102,7 +104,7 @@ def trace_by_name(
 def _state_of_kernel(
     mode: Any, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> autocasting.State:
-    """Return the autocast state of the traced call, or nothing if the kernel needs no autocast."""
+    """Return the autocast state of the call, or an empty state if the kernel needs no autocast."""
     state = () if mode.pre_dispatch else autocasting.state_of_kernel()
     devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
     if not any(name in devices or not devices for name, _ in state):
@@ -113,7 +115,7 @@ def _state_of_kernel(
     )
     is_supported = {str(result.type) for result in returns} <= {"Tensor", "List[Tensor]"}
     fakes = registries.fake_functions(op._name)
-    # Other fake kernels run with autocast disabled, so the kernel must too.
+    # Other fake kernels run with autocast disabled, so their kernels must run without autocast too.
     has_our_fake = bool(fakes) and getattr(fakes[-1], "__func__", None) is fake_kernel
     return state if not is_view and is_supported and has_our_fake else ()
 
@@ -121,8 +123,8 @@ def _state_of_kernel(
 class _Latest(threading.local):
     """The structure of the results of this thread's latest call to `torchop::in_autocast`.
 
-    The structure contains the length of each list, and None for each tensor. The fake kernel sets
-    the structure while `trace` traces a call.
+    `lengths` has an entry for each result: the length of a list, or None for a tensor. The fake
+    kernel sets it while `trace` traces a call.
     """
 
     lengths: Sequence[int | None] = ()
@@ -147,7 +149,7 @@ class _Call(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        # torch.export cannot store an empty list of objects.
+        # Leave out an empty list of objects, because torch.export cannot store it.
         return tuple(self) if self.objects else tuple(self)[:-1]
 
 
@@ -180,7 +182,7 @@ class _Encoder:
         return _Call(repr(parts), self.written, self.tensors, self.sizes, self.number, self.objects)
 
     def _value(self, name: str, value: Any) -> Any:
-        """Encode a value as a Python literal. A tuple `(kind, value)` encodes all other values."""
+        """Encode a value as a Python literal, or as `(kind, value)` if it has no literal."""
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, Tensor):
@@ -250,7 +252,7 @@ _CONSTANTS: dict[str, Callable[[str], Any]] = {
 
 
 def _run(call: _Call) -> list[Tensor]:
-    """Call the operator in the autocast state of the trace, and return the tensors it returns."""
+    """Call the operator in the autocast state of the trace, and return its results as a list."""
     name, state, args, kwargs = _parsed(call.text)
     op = torch_ops.lookup_overload(*operators.parts(name))
     values = _decoded(call, args)
@@ -263,10 +265,11 @@ def _run(call: _Call) -> list[Tensor]:
 
 
 def _in_dtypes_of_fakes(call: _Call, results: list[Tensor]) -> list[Tensor]:
-    """Return the results. Raise if the fake kernel returned other dtypes.
+    """Return the results, or raise if the fake kernel returned different dtypes.
 
-    Otherwise Inductor would read memory of the wrong dtype. But cast the results of a backward
-    kernel, because in eager mode, autograd casts gradients to the dtype of the input.
+    Without this check, Inductor would read the memory with the wrong dtype. The results of a
+    backward kernel are cast instead, because autograd also casts gradients to the input's dtype in
+    eager mode.
     """
     key = (call.text, *[tensor.dtype for tensor in (*call.written, *call.tensors)])
     if any(map(fake_tensors.is_fake, (*call.tensors, *call.written, *results))):
@@ -316,19 +319,19 @@ def _in_place(*args: Any) -> None:
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:
-    """Copy a tensor, including its strides. `clone` would make the copy of a slice contiguous."""
+    """Copy a tensor and its strides, unlike `clone`, which makes the copy of a slice contiguous."""
     copy = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return copy.copy_(tensor)
 
 
-# The tags that compilers read when they transform a call, and their names in the overloads.
+# The tags that affect how compilers transform a call, by their names in the overloads.
 _TAGS = {"random": Tag.nondeterministic_seeded, "unsafe": Tag.cudagraph_unsafe}
 
 
 def _define() -> dict[tuple[bool, bool, frozenset[Tag]], OpOverload]:
-    """Define an overload for each combination of in-place and effectful operators, and of tags."""
+    """Define an overload for each combination of mutation, effect and tags."""
     found = {}
     for is_in_place, has_effect, *has_tags in itertools.product((False, True), repeat=4):
         if is_in_place and has_effect:  # operators that mutate arguments have no effect

@@ -1,8 +1,8 @@
-"""The inlining rule: compilers replace a call with the operators in the operator's function.
+"""The inlining rule: compilers replace calls to an operator with the operators in its function.
 
-AOTAutograd replaces the call when it traces the graph for the backend. This happens below autograd,
-or above autograd if the formula is derived. The graphs of Dynamo and `torch.export` are created
-earlier, so they still contain the call.
+AOTAutograd replaces the call when it traces the graph for the backend, either below autograd or, if
+the backward formula is derived, above autograd. Dynamo and `torch.export` create their graphs
+earlier, so these graphs still contain the call.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 
 Choice = Literal["opaque", "inline"]
-# One choice for all backends of torch.compile, or a choice per backend. The default is "opaque".
+# One choice for all backends of torch.compile, or a choice per backend. By default ("opaque"), the
+# graph contains the call to the operator.
 Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 
 
 class Inlined(NamedTuple):
-    """The backends that inline an operator. None means all backends.
+    """The backends that inline an operator, or None for all backends.
 
     If `launches` is true, the operator's function launches Triton kernels, which run only on GPUs.
-    Calls are then not inlined on a device type for which the user registered another kernel.
+    So on device types for which the user registered another kernel, calls are not inlined.
     """
 
     backends: tuple[str, ...] | None
@@ -55,8 +56,8 @@ def declared_inlining(
 ) -> Inlined | None:
     """Validate the `compile` argument of `custom_op`, and return the backends that inline.
 
-    If the function `launches` Triton kernels, all backends inline it. An operator with an effect
-    cannot be inlined.
+    If the function launches Triton kernels (`launches`), all backends inline it. An operator with
+    an effect cannot be inlined, because the effect would only happen during tracing.
     """
     if launches:
         return Inlined(None, launches=True)
@@ -94,7 +95,7 @@ class InliningRule(CompiledRule["Inlined | None"]):
             yield from (str(self.inlined), self.definition.function)
             providers = self.definition.rule(KernelRule).providers
             if providers is not None:
-                # The graph contains the code of one provider's kernel. Include everything that
+                # The graph contains the code of one provider's kernel, so include everything that
                 # affects which provider is chosen.
                 yield from providers.cache_parts(self.definition.name)
 
@@ -106,11 +107,11 @@ class InliningRule(CompiledRule["Inlined | None"]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the rule for FunctionalTensorMode, if the operator is declared as inlined.
+    """Install the rule for FunctionalTensorMode if the operator is declared as inlined.
 
-    This must run before installers of other default rules for FunctionalTensorMode, because the
-    first default rule wins. For operators that mutate arguments, the functionalization rule calls
-    `around` itself.
+    This must run before other installers that add default rules for FunctionalTensorMode, because
+    the first default rule wins. It adds no rule for operators that mutate arguments, because their
+    functionalization rule calls `around` itself.
     """
     inlined = definition.declaration.inlined
     if inlined is None:
@@ -121,7 +122,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
         definition.registered.add_default_rule(FunctionalTensorMode, hook)
 
     def finish() -> None:
-        # A function that can be traced can also serve as the fake kernel.
+        # Compilers trace the function anyway, so it can also serve as the fake kernel.
         if definition.schema.form is Form.PLAIN:
             definition.rule(FakeRule).replace(_traceable(definition, inlined))
 
@@ -129,9 +130,10 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule for FunctionalTensorMode to inline calls, if the operator declares inlining.
+    """Wrap a rule for FunctionalTensorMode to inline calls if the operator is declared as inlined.
 
-    The wrapped rule `opaque` records a call to the operator in the graph.
+    Calls that must not be inlined use the wrapped rule `opaque`, which records a call to the
+    operator in the graph.
     """
     inlined = definition.declaration.inlined
     return opaque if inlined is None else _hook(definition, inlined, opaque)
@@ -177,8 +179,8 @@ def _hook(
 ) -> Callable[..., Any]:
     """Return a rule for FunctionalTensorMode that inlines calls.
 
-    The rule traces the kernel of the operator. It passes calls that must not be inlined to
-    `opaque`, which records a call to the operator.
+    The rule traces the operator's kernel, but passes calls that must not be inlined to `opaque`,
+    which records a call to the operator instead.
     """
     schema, body = definition.schema, _traceable(definition, inlined)
     check_result = result_check(schema.returns)
@@ -205,10 +207,10 @@ def _hook(
 def traced_above_autograd(
     definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Trace the operator's function, so that AOTAutograd differentiates the operators in it.
+    """Trace the operator's function, so that AOTAutograd differentiates the operators it calls.
 
-    The autograd kernel calls this for an operator whose formula is derived from its function.
-    Return NotImplemented if the call must not be inlined.
+    The autograd kernel calls this if the operator's formula is derived from its function. Return
+    NotImplemented if the call must not be inlined.
     """
     inlined = definition.plan[InliningRule]
     tensors = list(tensors_in((*args, *kwargs.values())))
@@ -216,7 +218,8 @@ def traced_above_autograd(
         inlined is None
         or inlined.launches
         or not tracing.is_functionalizing()
-        # A user's vmap rule, or the sharding rule of a DTensor, handles the call instead.
+        # Leave calls with batched tensors to the user's vmap rule, and calls with DTensors to the
+        # sharding rule.
         or any(map(functorch.holds_batch, tensors))
         or not all(tracing.is_traceable_type(type(tensor)) for tensor in tensors)
         or not inlined.by_current_backend()
@@ -236,7 +239,7 @@ def _chosen(
 ) -> Callable[..., Any] | None:
     """Return the provider's kernel that would run this call, or None for the reference kernel.
 
-    If the provider's `supports` function reads a symbolic size, the graph gets a guard for it.
+    If the provider's `supports` function reads a symbolic size, this adds a guard to the graph.
     """
     choice = definition.rule(KernelRule).choice(args, kwargs)
     kernel = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))

@@ -1,8 +1,8 @@
-"""The layout rule: calls copy the arguments whose strides the kernel does not support.
+"""The layout rule: calls copy arguments whose strides the kernel does not support.
 
-The copy is made above autograd, so formulas and fake kernels get the copied arguments too, and a
-compiler's trace contains the copy. C++ checks the arguments of native calls, and passes a call that
-needs a copy to `LayoutRule.kernel`.
+Copies are made above autograd, so formulas and fake kernels receive the copied arguments too, and a
+compiler's trace contains the copies. Native calls (without the dispatcher) check their arguments in
+C++, and fall back to `LayoutRule.kernel` if an argument must be copied.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchop._errors import ArgumentError
 from torchop._schema.layouts import Layout, check_layouts
 from torchop._schema.schema import Argument
 
-# Returns the arguments of a call, with copies of the arguments that do not have the declared
-# layout. Returns None if nothing was copied.
+# Copies the arguments of a call that do not have the declared layout. Returns all arguments, or
+# None if nothing was copied.
 Arrange = Callable[[tuple[Any, ...], Mapping[str, Any]], "Call | None"]
 
 
@@ -59,12 +59,12 @@ class LayoutRule(CompiledRule["Arrange | None"]):
         self.definition.implement("Autograd", self.kernel, with_keyset=True)
 
     def _install(self) -> None:
-        # Install the kernel again for each registration, because `OwnCalls._bypass_kernels` may
-        # have replaced it.
+        # Install the kernel again on every registration, because `OwnCalls._bypass_kernels` may
+        # have replaced it since the last one.
         self.install()
         definition = self.definition
         if not definition.is_ours and "BackendSelect" not in definition.registered:
-            # The dispatcher skips the Autograd key in inference mode.
+            # The dispatcher skips the Autograd key in inference mode, so install a kernel here too.
             definition.implement("BackendSelect", self._select, with_keyset=True)
 
     @compilers.never_traced
@@ -76,8 +76,8 @@ class LayoutRule(CompiledRule["Arrange | None"]):
         if arrange is not None and (copied := arrange(args, kwargs)) is not None:
             args, kwargs = copied
             if arrange(args, kwargs) is None:
-                # Call the operator again, because the call may be native now. This is how PyTorch's
-                # composite operators call other operators.
+                # With the copies, the call may now run without the dispatcher, so call the operator
+                # again. PyTorch's composite operators call other operators in the same way.
                 return definition.overload(*args, **kwargs)
         return definition.rule(AutogradRule).kernel(keyset, *args, **kwargs)
 
@@ -99,7 +99,8 @@ def _arrange(
     def copied(argument: Argument, tensor: Tensor) -> Tensor:
         nonlocal is_changed
         layout = layouts.get(argument.name)
-        # The innermost transform calls the operator again, with tensors that are not wrapped.
+        # Skip wrapped tensors, because the innermost transform calls the operator again with
+        # unwrapped ones.
         if layout is None or functorch.is_wrapped(tensor):
             return tensor
         try:
@@ -128,7 +129,7 @@ def _does_not_fit(
 
 
 def arranged(arrange: Arrange | None, args: Any, kwargs: Any) -> Call:
-    """Return the arguments of a call in the declared layouts."""
+    """Return the arguments of a call in the declared layouts, copying them if necessary."""
     return (arrange and arrange(args, kwargs)) or (args, kwargs)
 
 
@@ -138,9 +139,10 @@ def layouts_of(op: OpLike) -> Mapping[str, Layout]:
 
 
 def install(definition: Definition) -> None:
-    """Install the kernel of a new operator that declares layouts.
+    """Install the layout kernel if a new operator declares layouts.
 
-    This must run before the installer of the autograd rule, whose kernel this kernel calls.
+    This must run before the installer of the autograd rule, which installs no kernel if the
+    Autograd key already has one. The layout kernel then calls the autograd rule's kernel itself.
     """
     layouts = definition.declaration.layouts
     if layouts:
@@ -152,19 +154,21 @@ def install(definition: Definition) -> None:
 def register_layout(
     op: OpLike, /, *, lib: torch.library.Library | None = None, **layouts: Layout
 ) -> None:
-    """Declare the memory layouts that an operator's kernels require of tensor arguments.
+    """Declare the memory layouts that an operator's kernels require for tensor arguments.
 
-    If an argument of a call has other strides, the kernels, the fake kernel and the formula receive
-    a copy, and a compiled graph contains the copy. If the operator mutates the argument, the call
-    raises `ArgumentError`, because a kernel cannot write into the caller's tensor through a copy.
+    If a call passes an argument with different strides, the kernels, the fake kernel and the
+    formula receive a copy, which is also part of compiled graphs. If the operator mutates this
+    argument, the call raises `ArgumentError` instead, because a kernel cannot write into the
+    caller's tensor through a copy.
 
-    For an operator of `custom_op`, write the layout in the annotation instead:
+    For an operator defined with `custom_op`, annotate the parameter instead:
     `x: Annotated[Tensor, torchop.contiguous]`.
 
     Args:
         op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
-        lib: the library that owns the registration. By default, the registration is permanent.
+        lib: the library that owns the registration, so that closing it removes the registration. By
+            default, the registration is permanent.
         layouts: `torchop.contiguous` or `torchop.channels_last` for each argument, by name. For a
             list of tensors, the layout applies to all items.
 

@@ -23,7 +23,7 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """Maps each mode and each Tensor subclass to the rule that the user registered for it."""
+    """The user's torch_dispatch rules, by dispatch mode or Tensor subclass."""
 
     functions: Mapping[type, Callable[..., Any]] = NOTHING
 
@@ -73,7 +73,7 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
         if result is NotImplemented:
             return result  # another Tensor subclass may handle the call
         # Check the results here, because PyTorch converts them to the schema's return types without
-        # checking how many there are.
+        # checking their number.
         return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call
@@ -94,10 +94,11 @@ def register_torch_dispatch(
         op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         torch_dispatch_class: the mode, or the subclass with `__torch_dispatch__`.
-        func: the rule, called as `func(mode_or_cls, func, types, args, kwargs)`. Its parameter
-            `func` receives the `OpOverload`, and the other parameters receive the arguments of
+        func: the rule, called as `func(mode_or_cls, func, types, args, kwargs)`. Inside the rule,
+            `func` is the `OpOverload`, and the other parameters are the arguments of
             `__torch_dispatch__`. If `func` is omitted, a decorator is returned.
-        lib: the library that owns the registration. By default, the registration is permanent.
+        lib: the library that owns the registration, so that closing it removes the registration. By
+            default, the registration is permanent.
 
     Returns:
         `func`, or a decorator if `func` is omitted.

@@ -128,7 +128,7 @@ def _non_functional_problem(definition: Definition) -> str | None:
             "(torch.Tag.inplace) returns the tensor that it mutates, and can have one"
         )
     if schema.returns_written:
-        # PyTorch has torch.Tag.inplace only since 2.13, so the message omits the tag on older
+        # torch.Tag.inplace exists only since PyTorch 2.13, so the message omits the tag on older
         # releases.
         tag = (
             " without being tagged as in-place (torch.Tag.inplace)"

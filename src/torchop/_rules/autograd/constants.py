@@ -1,8 +1,8 @@
-"""Saved tensors with an unknown derivative, which a double backward would treat as constants.
+"""Raise if a double backward differentiates saved tensors whose derivative is unknown.
 
-These are residuals, and tensors that `setup_context` computes from inputs, results or residuals.
-Autograd is off while `setup_context` runs, so without this module, the second derivative would
-silently be wrong.
+These tensors are residuals, and tensors that `setup_context` computes from inputs, results or
+residuals. Autograd is disabled while `setup_context` runs, so a double backward would otherwise
+treat them as constants, and the second derivative would silently be wrong.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torchop._rules.autograd.gradients import flatten, is_differentiable
 
 
 class _Constant(torch.autograd.Function):
-    """The identity function, whose backward raises an error.
+    """The identity function, but its backward pass raises an error.
 
-    Autograd runs a node only if it leads to a tensor that requires grad, so the node is connected
-    to such tensors, `anchors`.
+    Autograd runs a node only if it leads to a tensor that requires grad, so the caller passes such
+    tensors as `anchors`.
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class _Constant(torch.autograd.Function):
 
 
 def constant(tensor: Tensor, error: MissingFormulaError, *anchors: Tensor) -> Tensor:
-    """Return a tensor with the values of `tensor` that raises `error` if it is differentiated."""
+    """Return `tensor` as a constant that raises `error` if it is differentiated."""
     made: Tensor = _Constant.apply(tensor, error, *anchors)  # type: ignore[no-untyped-call]
     return made
 
@@ -47,13 +47,14 @@ def constant(tensor: Tensor, error: MissingFormulaError, *anchors: Tensor) -> Te
 class Computed(NamedTuple):
     """The tensors that `setup_context` computed from differentiable tensors.
 
-    Operands are the inputs of the autograd node: each tensor of a list is an operand.
+    Operands are the inputs of the autograd node, where each tensor in a list is a separate operand.
 
     Attributes:
         size: the number of saved tensors.
-        saved: the operands from which each saved tensor was computed, by its position.
-        attributes: the operands from which the tensors in an attribute of `ctx` were computed.
-        operands: the position of each operand among the saved tensors.
+        saved: the operands from which each computed tensor was computed, by the position of this
+            tensor among the saved tensors.
+        attributes: for each attribute of `ctx`, the operands from which its tensors were computed.
+        operands: for each operand that is itself saved, its position among the saved tensors.
     """
 
     size: int = 0
@@ -62,7 +63,7 @@ class Computed(NamedTuple):
     operands: Mapping[int, int] = {}
 
     def guarded(self, op: object, ctx: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """In a double backward, guard the saved tensors that `setup_context` computed."""
+        """Make a double backward raise if it differentiates tensors that `setup_context` computed."""
         if len(tensors) != self.size or not self.saved:
             return tensors
         return tuple(
@@ -75,7 +76,8 @@ class Computed(NamedTuple):
         edges = (node for node, _ in ctx.next_functions if node is not None)
         needed = dict(zip((n for n, flag in enumerate(flags) if flag), edges, strict=False))
         sources = operands & needed.keys()
-        # Tensors that `setup_context` computes do not require grad. A guarded residual does.
+        # Skip tensors that require grad: `setup_context` computes none of them, and a residual that
+        # requires grad is already guarded.
         if not sources or not isinstance(tensor, Tensor) or tensor.requires_grad:
             return tensor
         raw = autograd.raw_saved_tensors(ctx) if self.operands else ()
@@ -99,7 +101,8 @@ def find_computed(
 ) -> Computed:
     """Find the tensors that `setup_context` has computed and stored on `ctx`.
 
-    If there are tensors on `ctx` other than `values`, run `setup_context` again with autograd on.
+    If `ctx` holds tensors other than `values`, run `setup_context` again with autograd enabled, to
+    find out from which operands these tensors were computed.
     """
     known = set(map(id, _tensors(values)))
     stored = tensors_in((*(ctx.to_save or ()), *vars(ctx).values()))
@@ -127,7 +130,7 @@ def find_computed(
         for tensor in tensors_in((value,)):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 for leaf in _leaves_of(tensor):
-                    # Results and residuals depend on all inputs.
+                    # Any other leaf is a result or a residual, which depends on all inputs.
                     found |= {places[id(leaf)]} if id(leaf) in places else every
         return frozenset(found)
 
@@ -142,10 +145,9 @@ def find_computed(
 
 
 class ComputedAttribute:
-    """An attribute of `ctx` that is guarded like a saved tensor.
+    """A descriptor that guards an attribute of `ctx` like a saved tensor.
 
-    An object of this class is an attribute of the class of `ctx`, and the value is in the
-    `__dict__` of `ctx`.
+    The descriptor is set on the class of `ctx`, and the value is stored in the `__dict__` of `ctx`.
     """
 
     def __init__(self, name: str, op: object, computed: Callable[[], Sequence[Computed]]) -> None:

@@ -53,8 +53,8 @@ def _arranged(grad: Any, layout: Layout | None) -> Any:
     if layout is None or grad is None:
         return grad
     if isinstance(grad, Tensor):
-        # `copied` does not resolve lazy conjugation and negation. Resolve them here, because a
-        # kernel that ignores strides most likely ignores the conj and neg bits as well.
+        # `copied` does not resolve lazy conjugation and negation, so resolve them here: a kernel
+        # that ignores strides most likely ignores the conj and neg bits as well.
         return layout.copied(grad).resolve_conj().resolve_neg()
     return [_arranged(item, layout) for item in grad]
 

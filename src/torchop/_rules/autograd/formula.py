@@ -9,20 +9,20 @@ from torchop._rules.autograd.constants import Computed
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
-# `Callable[..., Any]` already accepts every function. The narrower types are there only so that
-# type checkers can infer the types of a lambda's parameters.
+# `Callable[..., Any]` already accepts every function, but with the narrower types, type checkers
+# can infer the types of a lambda's parameters.
 SetupContext = (
     Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
 )
 
 
 class Formula:
-    """A backward formula, with the functions that run and record a call.
+    """A backward formula, and the functions that run and record a call.
 
-    This class is for formulas that the user registered. The subclass `DerivedFormula` needs no
-    function from the user, because it differentiates the kernel.
+    This class is for formulas registered by the user. The subclass `DerivedFormula` needs no
+    function from the user, because it differentiates the kernel instead.
 
-    A call through the dispatcher calls `run` and then `save`. If there are no modes, no tracing and
+    A call through the dispatcher runs `run` and then `save`. If there are no modes, no tracing and
     no Tensor subclasses, C++ code can run the call without the dispatcher. Such a native call runs
     `before_kernel`, the kernel, and then `save`.
 
@@ -33,9 +33,9 @@ class Formula:
             `(ctx, inputs, keyword_only_inputs, output)`.
         backward: computes the gradients. None if no formula is registered.
         training: the operator's training form, if `setup_context` has the parameter `residuals`.
-            The training form is a helper operator that also returns the residuals, i.e. the outputs
-            of the kernel that only the backward uses.
-        save: called after the kernel to save values for the backward, as
+            The training form is a helper operator that also returns the residuals, i.e. the kernel
+            outputs that only the backward pass uses.
+        save: called after the kernel to save values for the backward pass, as
             `save(ctx, inputs, keyword_only_inputs, output, *extra)`. `extra` contains the values
             that `run` returned after the result, or the value that `before_kernel` returned.
         before_kernel: called before the kernel of a native call, as
@@ -44,8 +44,8 @@ class Formula:
         traced: called in place of the operator while a compiler traces a call. If it returns
             NotImplemented, the call is recorded as usual.
         tangents: the forward-mode formula, which `AutogradRule.compile` sets.
-        computed: the tensors that `setup_context` computes. Empty before the first call that
-            records a gradient in eager mode. All copies of the formula share this list.
+        computed: the tensors that `setup_context` computes. The list is empty until the first call
+            records a gradient in eager mode, and is shared by all copies of the formula.
     """
 
     def __init__(

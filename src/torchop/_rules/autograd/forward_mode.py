@@ -34,9 +34,9 @@ from torchop._schema.callables import check_signature
 from torchop._schema.schema import TENSOR_LISTS
 
 # A forward-mode formula and its `setup_context`. If the user registered no `setup_context`, the
-# second item is None, and calls use the `setup_context` of the backward formula. In a compiled rule
-# (see `AutogradRule.compile`), the second item is the function to call, always with the arguments
-# `(ctx, inputs, keyword_only_inputs, output)`.
+# second item is None, and calls use the `setup_context` of the backward formula instead. In a
+# compiled rule (see `AutogradRule.compile`), the second item is the function to call, always with
+# the arguments `(ctx, inputs, keyword_only_inputs, output)`.
 Tangents = tuple[Callable[..., Any], Callable[..., Any] | None]
 
 
@@ -66,11 +66,12 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
 class ForwardContext(FunctionCtx):
     """The `ctx` that a forward-mode formula receives.
 
-    Unlike the `ctx` of a backward formula, it is not an autograd node. `needs_input_grad` says for
-    each input whether the input has a tangent. For a list of tensors, it contains a list of bools.
+    Unlike the `ctx` of a backward formula, this object is not an autograd node. `needs_input_grad`
+    says for each input whether it has a tangent, and contains a list of bools for each list of
+    tensors.
     """
 
-    # The methods of the base class `FunctionCtx` set these attributes. Here are the default values.
+    # Default values of the attributes that the methods of the base class `FunctionCtx` set.
     to_save: Any = ()
     saved_for_forward: Any = None
     non_differentiable: Any = ()
@@ -81,8 +82,8 @@ class ForwardContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> Any:
-        # If the backward formula uses the same `setup_context`, the function may have called
-        # `save_for_backward` instead of `save_for_forward`.
+        # A `setup_context` that the backward formula also uses may have called `save_for_backward`
+        # instead of `save_for_forward`, so fall back to these tensors.
         return self.to_save if self.saved_for_forward is None else self.saved_for_forward
 
 
@@ -131,8 +132,8 @@ def tangents_of(
 ) -> list[Tensor | None]:
     """Call the forward-mode formula and return the tangents of the outputs.
 
-    The list is flat: each tensor in a list of tensors has its own entry. The entry of an output
-    without a tangent is None.
+    The returned list is flat: each tensor in a list of tensors has its own entry, and an output
+    without a tangent has the entry None.
     """
     jvp, setup_context = rule
     _check_not_compiled(definition, inputs)
@@ -146,8 +147,8 @@ def tangents_of(
     outputs = output if isinstance(output, tuple) else (output,)
     returned = jvp(ctx, *unflatten(input_tangents, layout))
     tangents = flatten(_checked(definition, ctx, outputs, returned), layout_of(outputs))
-    # Clone tangents that alias the tangent of an input. An in-place operation on an output also
-    # changes the output's tangent, but must not change the input's.
+    # Clone tangents that alias the tangent of an input, because an in-place operation on an output
+    # also changes the output's tangent, and must not change the input's tangent along with it.
     ids = set(map(id, input_tangents))
     return [
         tangent.clone()

@@ -136,8 +136,8 @@ def flat_gradients(
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
     """Return the minimum number of gradients that a formula must return.
 
-    Formulas written for torch.library return no gradients for trailing arguments that a call omits.
-    So trailing arguments that have a default and need no gradient may be left out.
+    Formulas written for torch.library return no gradients for trailing arguments that a call omits,
+    so a trailing gradient may be left out if its argument has a default and needs no gradient.
     """
     count = len(arguments)
     while count and arguments[count - 1].has_default:
@@ -164,10 +164,10 @@ def in_fresh_memory(
 ) -> list[Tensor]:
     """Copy the gradients that do not match the fake kernel's results, and return all gradients.
 
-    For each gradient, the fake kernel returns `torch.empty_like(like)`, and compiled code relies on
-    this. But a gradient that a formula returns may be expanded or may be one of the incoming
-    gradients. So copy each gradient that has different strides, or that shares memory with `inputs`
-    or with another gradient.
+    The fake kernel returns `torch.empty_like(like)` for each gradient, and compiled code relies on
+    this. But a formula may return an expanded tensor, or one of the incoming gradients. So copy
+    each gradient that has different strides, or that shares memory with `inputs` or with another
+    gradient.
     """
     taken = list(tensors_in(inputs))
     count = len(taken)
@@ -176,8 +176,8 @@ def in_fresh_memory(
         is_like = strided and like.is_contiguous() and gradient.stride() == like.stride()
         if strided and not is_like:
             is_like = gradient.stride() == torch.empty_like(like, device="meta").stride()
-        # `is_evidently_fresh` is fast but may return False for a fresh tensor. In this case,
-        # compare the memory.
+        # `is_evidently_fresh` is fast but may return False for a fresh tensor, so compare the
+        # memory in this case.
         if (strided and not is_like) or not (
             _hooks.extension.is_evidently_fresh(tuple(taken), {}, gradient)
             or not any(share_memory(gradient, other) for other in taken)
