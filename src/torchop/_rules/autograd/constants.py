@@ -63,7 +63,7 @@ class Computed(NamedTuple):
     operands: Mapping[int, int] = {}
 
     def guarded(self, op: object, ctx: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Make a double backward raise if it differentiates tensors that `setup_context` computed."""
+        """Make a double backward raise if it differentiates tensors from `setup_context`."""
         if len(tensors) != self.size or not self.saved:
             return tensors
         return tuple(

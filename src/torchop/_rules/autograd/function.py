@@ -1,7 +1,7 @@
 """The `torch.autograd.Function` that records calls to an operator.
 
-Autograd ignores tensors inside lists. The `autograd.Function` therefore takes each tensor of a list
-as a separate argument, and restores the lists before it calls `setup_context` and `backward`.
+Autograd ignores tensors inside lists, so the `autograd.Function` takes each tensor of a list as a
+separate argument, and restores the lists before it calls `setup_context` and `backward`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from torchop._schema.forms import Form
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call to the operator. `inputs` and `outputs` say which arguments and results are lists."""
+    """A call to the operator.
+
+    `inputs` and `outputs` record which arguments and results are lists.
+    """
 
     keyset: DispatchKeySet
     args: Sequence[Any]
@@ -51,7 +54,7 @@ class _Call:
 class _Pending(threading.local):
     """Thread-local storage that passes the current call from `apply` to `forward`.
 
-    The call could be an argument of the `autograd.Function`, but then every backward would have to
+    If the call were an argument of the `autograd.Function` instead, every backward would have to
     return a gradient of None for it.
     """
 
@@ -70,11 +73,11 @@ def apply(
     *,
     is_dual: bool = False,
 ) -> Any:
-    """Call the operator and record the call for the backward.
+    """Call the operator and record the call for the backward pass.
 
-    `function` is the result of `make_function`. `is_dual` says whether any input has a tangent.
+    `function` is the result of `make_function`, and `is_dual` says whether any input has a tangent.
     """
-    # The dispatcher drops trailing arguments that equal their default. Add them again, because
+    # The dispatcher drops trailing arguments that equal their default. Add them back, because
     # formulas return a gradient for every argument.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
     call = _Call(keyset, args, kwargs, input_layout(definition, inputs), is_dual)
@@ -96,13 +99,14 @@ def apply(
 def make_function(definition: Definition, rule_type: Any) -> Any:
     """Create the `autograd.Function` of an operator.
 
-    `rule_type` must be `AutogradRule`. It is a parameter because importing it would be circular.
+    `rule_type` must be `AutogradRule`. It is a parameter because importing the class here would be
+    circular.
     """
     formula: Callable[[], Formula] = functools.partial(definition.compiled, rule_type)
 
     def forward(ctx: Any, *operands: Any) -> Any:
-        # Clear `_pending` before the kernel runs. The kernel may call other operators, which must
-        # not mistake this call for their own.
+        # Clear `_pending` before the kernel runs, because the kernel may call other operators,
+        # which must not mistake this call for their own.
         call, _pending.call = _pending.call, None
         assert call is not None
         if call.inputs is not None:
@@ -118,13 +122,14 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             return rule.run(call.args, call.kwargs, lambda: _redispatch(definition, call))
 
         with autograd.below_autograd():
-            # If torch.func transforms are nested, the outer transforms must be able to
-            # differentiate the operators that are called here.
+            # If torch.func transforms are nested, the outer transforms must still be able to
+            # differentiate the operators called here.
             is_inside = functorch.is_active()
             result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
                 result = call.args[0]  # a mode may have returned a different object
-                # Without mark_dirty, autograd would return a view of the input, not the input.
+                # Without mark_dirty, autograd would return a view of the input instead of the input
+                # itself.
                 ctx.mark_dirty(result)
                 tracing.show_mutation(result)
             if call.is_dual:
@@ -179,8 +184,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
         rule = formula().tangents
         assert rule is not None  # otherwise, the autograd kernel would have raised
-        # PyTorch disables forward mode while it calls this method. `outer_levels_differentiate`
-        # enables it again, because `tangents_of` must unpack the tangents of the inputs.
+        # PyTorch disables forward mode while it calls this method, so enable it again:
+        # `tangents_of` must unpack the tangents of the inputs.
         return autograd.outer_levels_differentiate(
             lambda: tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
         )
@@ -213,8 +218,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         return flat
 
     # `make_backward` is called twice. Compiled autograd traces the backward that uses
-    # `are_plain_in_python`, so that backward must not call C++ code. The autograd engine runs the
-    # other backward, or its C++ implementation.
+    # `are_plain_in_python`, so it must not call C++ code. The autograd engine runs the other
+    # backward, or its implementation in C++.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output
@@ -259,7 +264,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     context._torchop_operator = definition, formula
     context._torchop_autocast = None
     context._torchop_save_autocast = _save_autocast  # C++ calls it
-    # The engine calls `apply` of the context class. Replacing it avoids the lookups of `vjp`,
+    # The engine calls `apply` of the context class, so replace it to avoid the lookups of `vjp`,
     # `backward` and `boxed_grads_call` in `BackwardCFunction.apply` (torch/autograd/function.py).
     context.apply = in_python = make_backward(_hooks.extension.are_plain)
     read: Callable[[Any], Any] = saved_tensors
@@ -281,7 +286,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
 
 
 def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
-    """If a common mistake caused an error in a formula, add a note with the fix to the error."""
+    """Add a note that explains the fix to a formula's error, if a common mistake caused it."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -314,10 +319,11 @@ def _redispatch(definition: Definition, call: _Call) -> Any:
 
 
 def _save_autocast(ctx: Any) -> None:
-    """Save the autocast state, because the formula must run in the same state as the kernel.
+    """Save the autocast state, so that the formula runs in the same state as the kernel.
 
-    Compilers trace the formula in the state of the forward (`backward_pass_autocast` in
-    torch/_functorch/config.py), so in any other state, compiled code would compute other dtypes.
+    Compilers trace the formula in the state of the forward pass (`backward_pass_autocast` in
+    torch/_functorch/config.py), so in any other state, eager mode and compiled code would compute
+    different dtypes.
     """
     ctx._torchop_autocast = autocasting.state()
 
@@ -332,8 +338,8 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     """Return the saved tensors of a node, even if its formula reads `saved_tensors` several times.
 
     Workaround for pytorch/pytorch#82156: saved tensors of a checkpointed region can be unpacked
-    only once. So the tensors are cached while the backward runs. Each thread has its own cache,
-    because several threads may run the backward of the same node.
+    only once, so they are cached while the backward runs. The cache is thread-local, because
+    several threads may run the backward of the same node.
     """
     cache = _unpacked.by_node.get(id(ctx))
     if cache is None:
@@ -346,8 +352,8 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     """Return the saved tensors to pass to a formula.
 
-    In a double backward, residuals (kernel outputs that only the backward uses) and tensors that
-    `setup_context` computed are replaced with tensors that raise when they are differentiated.
+    In a double backward, residuals (kernel outputs that only the backward pass uses) and tensors
+    that `setup_context` computed are replaced with tensors that raise when they are differentiated.
     """
     tensors = autograd.raw_saved_tensors(ctx)
     # In a torch.func transform, nothing needs to be replaced, because the formula of the helper
@@ -373,7 +379,7 @@ _unpacked = _Unpacked()
 
 
 class Unpacking:
-    """Caches the result of `saved_tensors` for one autograd node inside a `with` block."""
+    """Context manager that caches the result of `saved_tensors` for one autograd node."""
 
     __slots__ = ("by_node", "node", "outer")
 

@@ -52,32 +52,34 @@ def register_autograd(
         backward: the formula, called as `backward(ctx, *grads)`. It receives one gradient for each
             output and returns one gradient for each input: a tensor of the input's shape, or None.
             The gradient of a list of tensors is a list. The formula must consist of PyTorch
-            operators. If it reads data, for example with NumPy, it works only in eager mode. To
-            support compilers, `torch.func` transforms and DTensor, pass such a formula as
-            `backward_kernel` instead. If `backward` is omitted, a decorator is returned.
+            operators. A formula that reads data, for example with NumPy, works only in eager mode;
+            pass it as `backward_kernel` instead to support compilers, `torch.func` transforms and
+            DTensor. If `backward` is omitted, a decorator is returned.
         setup_context: a function that is called after the kernel, to save values on `ctx` for
             `backward`. The signature is `setup_context(ctx, inputs, output)`, or
             `setup_context(ctx, inputs, keyword_only_inputs, output)` if the schema has keyword-only
             arguments. Arguments that the call omits have their default values. If the function has
-            an additional parameter `residuals`, the parameter receives an object with the residuals
-            of the kernel as attributes: see `torchop.residuals`.
+            an additional parameter `residuals`, it receives an object with the kernel's residuals
+            as attributes (see `torchop.residuals`).
         jvp: the forward-mode formula, as in `register_jvp`. It uses the same `setup_context`.
-        backward_kernel: a function that computes the gradients, to pass instead of `backward` and
-            `setup_context`. It becomes the kernel of a new operator, `name__backward_kernel`. The
-            first parameters are the gradients of the outputs. The names of the other parameters
+        backward_kernel: a function that computes the gradients, in place of `backward` and
+            `setup_context`. It becomes the kernel of a new operator, `name__backward_kernel`. Its
+            first parameters are the gradients of the outputs, and the names of the other parameters
             select the values to save: arguments, residuals, and `output` (`output_0`, `output_1`,
             ... if there are several outputs). The function returns the gradients of all tensor
             arguments in the order of the schema, in newly allocated memory. The gradient of a list
             of tensors is a list. The function may use the same type annotations as the kernel of an
-            operator, including structures. It may take the gradients of a structured result as the
-            class of the result, and return any class whose fields have the names of the arguments,
-            or of the fields of a structured argument. The default fake kernel of the new operator
-            returns tensors with the metadata of the arguments.
-        contiguous_grads: pass only contiguous gradients to `backward` or `backward_kernel`. Set
-            this for kernels that ignore strides: the gradient from `loss.sum()` is expanded and has
-            strides of 0, and the gradient from `torch.cat` is a slice of a larger tensor. Gradients
-            that are already contiguous are not copied.
-        lib: the library that owns the registration. By default, the registration is permanent.
+            operator, including structures. It may take the gradients of a structured result as an
+            instance of the result's class, and return an instance of any class whose fields are
+            named like the arguments, or like the fields of a structured argument. The default fake
+            kernel of the new operator returns tensors with the metadata of the arguments.
+        contiguous_grads: whether to make all gradients contiguous before passing them to `backward`
+            or `backward_kernel`. Set this for kernels that ignore strides, because autograd may
+            pass other gradients: the gradient from `loss.sum()` is expanded and has strides of 0,
+            and the gradient from `torch.cat` is a slice of a larger tensor. Gradients that are
+            already contiguous are not copied.
+        lib: the library that owns the registration, so that closing it removes the registration. By
+            default, the registration is permanent.
 
     Returns:
         `backward`, or a decorator if `backward` is omitted. None if `backward_kernel` is given.
@@ -90,9 +92,9 @@ def register_autograd(
             mutates.
 
     For an in-place operator, `backward` maps the gradient of the new value of the first argument to
-    the gradient of the old value. `setup_context` receives the new value, both in `inputs` and as
-    `output`. If any other operator mutates an argument, such as the running statistics of batch
-    norm, this argument must not require grad. Its gradient is None.
+    the gradient of the old value, and `setup_context` receives the new value, both in `inputs` and
+    as `output`. If any other operator mutates an argument, such as the running statistics of batch
+    norm, this argument must not require grad, and its gradient is None.
 
     Example:
         >>> import torch, torchop
@@ -141,8 +143,8 @@ def register_jvp(
 ) -> Function:
     """Register the forward-mode formula of an operator, which computes the output tangents.
 
-    `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors call the formula. If the
-    formula consists of differentiable operators, higher derivatives work in both forward and
+    The formula is used by `torch.func.jvp`, `jacfwd`, `hessian` and `linearize`, and for dual
+    tensors. If it consists of differentiable operators, higher derivatives work in both forward and
     reverse mode.
 
     Args:
@@ -155,9 +157,10 @@ def register_jvp(
             and dtype, or None. If `jvp` is omitted, a decorator is returned.
         setup_context: a function that saves values on `ctx`, as in `register_autograd`. By default,
             the `setup_context` of the backward formula is called. `ctx.saved_tensors` contains the
-            tensors that were passed to `ctx.save_for_forward`, or, if that was not called, to
-            `ctx.save_for_backward`.
-        lib: the library that owns the registration. By default, the registration is permanent.
+            tensors passed to `ctx.save_for_forward`, or to `ctx.save_for_backward` if
+            `save_for_forward` was not called.
+        lib: the library that owns the registration, so that closing it removes the registration. By
+            default, the registration is permanent.
 
     Returns:
         `jvp`, or a decorator if `jvp` is omitted.
@@ -200,8 +203,8 @@ def register(
 ) -> None:
     """Register the backward formula, and optionally the forward-mode formula.
 
-    If `is_kernel` is true, `backward` is a backward kernel. It takes the saved values as arguments,
-    so it needs no `setup_context`.
+    If `is_kernel` is true, `backward` is a backward kernel, which takes the saved values as
+    arguments and therefore needs no `setup_context`.
     """
     definition = rule.definition
     check_has_gradient(definition)
@@ -241,11 +244,12 @@ def register(
 def derive_autograd(op: OpLike, /) -> None:
     """Derive the backward formula by differentiating the kernel with PyTorch's autograd.
 
-    A call saves the inputs. In eager mode, the backward runs the kernel again and differentiates
-    it. Higher derivatives work too. Compiled graphs call two helper operators instead:
-    `name__training` in the forward and `name__backward` in the backward. But if the operator is
-    defined with `compile="inline"`, compilers differentiate the operators in the kernel. Random
-    numbers and autocast settings are the same in both runs of the kernel.
+    A call saves its inputs, and in eager mode, the backward pass runs the kernel again and
+    differentiates it. Both runs of the kernel use the same random numbers and autocast settings,
+    and higher derivatives work too. Compiled graphs call two helper operators instead:
+    `name__training` in the forward pass and `name__backward` in the backward pass. But if the
+    operator is defined with `compile="inline"`, compilers differentiate the operators in the
+    kernel.
 
     Raises:
         GradientError: the operator mutates or aliases arguments or has an effect, or one of the
@@ -253,9 +257,9 @@ def derive_autograd(op: OpLike, /) -> None:
         NotImplementedError: autograd does not support a tensor type in the schema.
 
     The gradient of an input that does not affect any output is zero. If the kernel computes an
-    output outside of autograd, for example with NumPy or `detach`, the backward raises
-    `GradientError`. If the kernel reads a Python number from a tensor, as in `x.item()`, the number
-    is treated as a constant.
+    output outside of autograd, for example with NumPy or `detach`, the backward pass raises
+    `GradientError`. A Python number that the kernel reads from a tensor, as in `x.item()`, is
+    treated as a constant.
 
     Example:
         >>> import torch, torchop

@@ -31,20 +31,21 @@ class AutogradRule(CompiledRule[Formula]):
 
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
-    # If the operator has no formula, a call that needs a gradient runs this function instead of the
-    # operator. Autograd can differentiate the operators that the function calls.
+    # If the operator has no formula, calls that need a gradient run this function instead, because
+    # autograd can differentiate the operators that it calls.
     decomposition: Callable[..., Any] | None = None
-    # The `autograd.Function` of the operator. The first call that needs a gradient creates it,
-    # because creating a class is slow.
+    # The operator's `autograd.Function`. It is created lazily, by the first call that needs a
+    # gradient, because creating a class is slow.
     cached_function: Any = None
-    # Whether the user was warned that the operator writes values whose gradients are lost.
+    # Whether the user was already warned that the operator writes values whose gradients are lost.
     has_warned_of_lost_gradients = False
 
     def install(self) -> None:
         """Install the kernel at the Autograd key.
 
-        Operators without a formula need the kernel too. Otherwise autograd would not record the
-        call, and the backward would silently stop there instead of raising an error.
+        Operators without a formula need this kernel too, because otherwise autograd would not
+        record the call, and the backward pass would silently stop there instead of raising an
+        error.
         """
         if not self.installed:
             self.definition.implement("Autograd", self.kernel, with_keyset=True)
@@ -55,7 +56,7 @@ class AutogradRule(CompiledRule[Formula]):
 
     def compile(self) -> Formula:
         checker = checking.checker if self.formula.function is not None else None
-        # Existing call plans share the formula object, so copy it before changing attributes.
+        # Existing call plans share the formula object, so copy it before changing its attributes.
         is_same = self.tangents is None and checker is None
         formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:
@@ -141,7 +142,9 @@ class AutogradRule(CompiledRule[Formula]):
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
             if schema.is_mutable and self.formula.backward is None:
-                # Later calls may be native, but the first call that records a gradient never is.
+                # Later calls may be native (without the dispatcher), but the first call that
+                # records a gradient always goes through the dispatcher, so it is enough to warn
+                # here.
                 self._warn_of_lost_gradients(args, kwargs)
             formula = definition.plan[AutogradRule]
             if is_dual and formula.training is not None:
@@ -151,8 +154,8 @@ class AutogradRule(CompiledRule[Formula]):
                 if result is not NotImplemented:
                     return result
             return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
-        # Masking `keyset` skips autograd for this call only. `below_autograd` also skips it for the
-        # operators that the kernel calls.
+        # Masking `keyset` skips autograd for this call only, so `below_autograd` is needed to skip
+        # it for the operators that the kernel calls, too.
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD
             return dispatch.redispatch(definition.overload, keyset, args, kwargs)
@@ -160,7 +163,7 @@ class AutogradRule(CompiledRule[Formula]):
     def _warn_of_lost_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once if the call writes values that require grad into a tensor that does not.
 
-        This is not an error, because many operators only collect statistics in the tensor.
+        This is not an error, because many operators only collect statistics in such a tensor.
         """
         definition, form = self.definition, self.definition.schema.form
         if self.has_warned_of_lost_gradients or form is not Form.PLAIN:
@@ -186,8 +189,8 @@ class AutogradRule(CompiledRule[Formula]):
 def install(definition: Definition) -> None:
     """Install the autograd kernel of a new operator.
 
-    Operators of `torchop.compat` (`is_lenient`) get the kernel when a formula is registered. Until
-    then, PyTorch's autograd fallback handles their calls.
+    Operators of `torchop.compat` (`is_lenient`) get the kernel only once a formula is registered.
+    Until then, PyTorch's autograd fallback handles their calls.
     """
     if not definition.declaration.is_lenient:
         definition.rule(AutogradRule).install()

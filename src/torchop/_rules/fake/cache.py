@@ -1,7 +1,7 @@
-"""Cache the outputs of fake kernels that depend on the metadata of their arguments alone.
+"""Cache the outputs of fake kernels that depend only on the metadata of their arguments.
 
-A compiler calls a fake kernel several times for each call in a graph. PyTorch's own cache skips all
-operators that are not built in.
+This saves time, because a compiler runs the fake kernel several times for each call in a graph, and
+PyTorch's own cache skips all operators that are not built in.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ digest_of: Callable[[Any], object] = NotImplemented
 
 
 class FakeCache:
-    """The outputs of one fake kernel in this process.
+    """The cached outputs of one fake kernel in this process.
 
     `functions` are the user's functions that the fake kernel calls. If `is_pure` is true, the user
-    declared that they depend only on their arguments.
+    has declared that these functions depend only on their arguments.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], *, is_pure: bool) -> None:
@@ -40,10 +40,10 @@ class FakeCache:
         self._owner = object()  # entries in a ShapeEnv have the owner in their keys
 
     def outputs(self, mode: Any, op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return `run()`, or outputs with the same metadata as in an earlier call."""
+        """Return `run()` or, on a cache hit, outputs with the metadata of an earlier call."""
         if self._mode() is not mode:
-            # Each compilation has a FakeTensorMode of its own. The code may have changed since the
-            # last compilation.
+            # A different FakeTensorMode means a new compilation, so check whether the code has
+            # changed since the last one.
             version = self._current_version()
             if version != self._version:
                 self._version, self._entries, self._owner = version, {}, object()
@@ -53,8 +53,8 @@ class FakeCache:
 
         def run_and_update() -> Any:
             output = run()
-            # The fake kernel may change a variable that the digest covers, such as a list of its
-            # calls. The code has not changed in this case.
+            # The fake kernel itself may change a variable that the digest covers, such as a list of
+            # its calls. Its code has not changed in this case, so keep the cache.
             self._version = self._current_version()
             return output
 
@@ -66,7 +66,7 @@ class FakeCache:
         """Return a value that changes with the code, or None if the outputs must not be cached."""
         used = list(map(_constants, self._functions))
         if None not in used:
-            return used, repr(used)  # 1, 1.0 and True are equal, but differ in their text
+            return used, repr(used)  # `repr` distinguishes 1, 1.0 and True, which are equal
         if self._is_pure or all(map(_depends_on_arguments, self._functions)):
             return digest_of(self._functions)
         return None
@@ -77,7 +77,7 @@ def cache_for(
 ) -> FakeCache | None:
     """Return a cache for a new fake kernel, or None if the outputs must not be cached.
 
-    `is_pure` means that the user declared that the outputs depend only on metadata.
+    `is_pure` means that according to the user, the outputs depend only on metadata.
     """
     schema, declaration = definition.schema, definition.declaration
     if (
@@ -90,7 +90,8 @@ def cache_for(
         or any("__torch__" in a.kind or "Generator" in a.kind for a in schema.arguments)
     ):
         return None
-    # A declared fake kernel without a function for the shape takes less time than a cache lookup.
+    # A declared fake kernel without a function for the shape needs no cache, because it takes less
+    # time than a lookup.
     functions = getattr(function, "shapes", (function,) if is_pure else ())
     return FakeCache(functions, is_pure=is_pure) if functions else None
 
@@ -101,7 +102,7 @@ _CONTAINERS = (list, dict, set, frozenset)
 
 
 def _constants(function: Any) -> tuple[Any, ...] | None:
-    """Return a function's code and variables, or None if a variable may change its contents."""
+    """Return a function's code and variables, or None if the contents of a variable may change."""
     used = _variables(function)
     if used is None or not all(map(_is_constant, used.values())):
         return None
@@ -115,7 +116,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _depends_on_arguments(function: Any, seen: tuple[Any, ...] = ()) -> bool:
-    """Return whether a function uses no module or object that may read other state."""
+    """Return whether a function uses no modules or objects that may give access to other state."""
     if function in seen:
         return True
     used = _variables(function)
@@ -128,7 +129,7 @@ def _depends_on_arguments(function: Any, seen: tuple[Any, ...] = ()) -> bool:
 
 
 def _variables(function: Any) -> dict[str, Any] | None:
-    """Return the values that a function reads by name, or None if they are not known."""
+    """Return the globals, closure variables and defaults of a function, or None if unknown."""
     if not isinstance(function, types.FunctionType) or _imports(function.__code__):
         return None
     around, names = function.__globals__, names_in(function.__code__)

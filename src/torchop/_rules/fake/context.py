@@ -13,7 +13,7 @@ from torchop._core.definition import Definition
 
 
 class NoContext:
-    """The context of a fake kernel that runs on meta tensors, which cannot have dynamic sizes."""
+    """The context of a fake kernel that runs on meta tensors, which support no dynamic sizes."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
@@ -53,8 +53,7 @@ def innermost() -> Any:
 def get_ctx() -> FakeImplCtx:
     """Return the context of the fake kernel that is running in this thread.
 
-    To create a size that depends on data, call the context's method `new_dynamic_size(*, min=0,
-    max=None)`.
+    Call its method `new_dynamic_size(*, min=0, max=None)` to create a size that depends on data.
 
     Raises:
         RuntimeError: no fake kernel is running.

@@ -17,8 +17,8 @@ from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
 
-# By default, FakeTensor logs a traceback for exceptions in fake kernels. Users do not need one for
-# MissingFakeError, because its message contains the fix.
+# By default, FakeTensor logs a traceback for exceptions in fake kernels. Disable this for
+# MissingFakeError, because its message already contains the fix.
 fake_tensors.keep_out_of_log(MissingFakeError)
 
 
@@ -38,7 +38,7 @@ def missing_fake(definition: Definition) -> MissingFakeError:
 
 
 def data_was_read(definition: Definition, error: Exception) -> Exception:
-    # Quote only the first line of PyTorch's message. The other lines advise users to enable logs.
+    # Quote only the first line of PyTorch's message, because the rest is advice about logging.
     reading = short_text(str(error).partition("\n")[0])
     message = (
         f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "

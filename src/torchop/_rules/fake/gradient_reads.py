@@ -18,7 +18,8 @@ from torchop._core.call import named_outputs, replace_all, tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import FakeKernelError
 
-# Attributes that depend on whether autograd tracks a tensor, with their values if it does not.
+# Attributes that depend on whether autograd tracks a tensor, with their values for untracked
+# tensors.
 _ATTRIBUTES = {"requires_grad": False, "grad_fn": None, "is_leaf": True}
 _GETTERS: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in _ATTRIBUTES}
 
@@ -72,7 +73,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _metadata(result: Any) -> list[tuple[object, ...]]:
-    """Return comparable metadata, without data-dependent sizes, since they differ in each call."""
+    """Return comparable metadata, without data-dependent sizes, which differ between calls."""
     return [
         (
             place,

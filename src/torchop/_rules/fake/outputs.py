@@ -34,7 +34,7 @@ def fresh(result: Any, taken: set[int]) -> Any:
     As a shorthand, a fake kernel may return an input to say that the output has the same metadata.
     Without the replacement, a compiler would treat the output as an alias of the input.
 
-    `taken` contains the ids of the inputs, and receives the ids of the outputs.
+    `taken` contains the ids of the inputs, and the ids of the outputs are added to it.
     """
     if isinstance(result, torch.Tensor):
         if id(result) in taken:

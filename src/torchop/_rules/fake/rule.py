@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Format, Like, Shape
 
 
-# The location of fake kernels that torchop itself provides. PyTorch stores the source location of
-# each fake kernel, for messages.
+# PyTorch stores the source location of each fake kernel and shows it in messages. This is the
+# location of fake kernels that torchop itself provides.
 NO_FUNCTION = "torchop"
 _KIND = "fake kernel"  # the key in the table of registrations
 
@@ -67,7 +67,7 @@ class FakeRule(CompiledRule[Fake]):
     def is_installed(self) -> bool:
         """Whether the operator has a kernel at the Meta dispatch key.
 
-        It is `FakeRule.kernel`, or a meta kernel that the operator's author wrote.
+        This is either `FakeRule.kernel` or a meta kernel written by the operator's author.
         """
         return "Meta" in self.definition.registered
 
@@ -75,20 +75,21 @@ class FakeRule(CompiledRule[Fake]):
         definition = self.definition
         if self.is_installed:
             return  # FakeTensor runs the author's meta kernel instead
-        # Install `FakeRule.kernel` even if no fake kernel is registered yet. Otherwise, a kernel
-        # that is registered for every device would run on meta tensors too.
+        # Install `FakeRule.kernel` even if no fake kernel is registered yet, because otherwise a
+        # kernel registered for every device would run on meta tensors too.
         definition.implement("Meta", self.kernel)
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
             # In-place operators, out= operators and operators that return nothing need no fake
-            # kernel, but register `fake_kernel` for them anyway. Otherwise FakeTensor would run the
-            # kernel at the Meta key and reject calls with tensors on several devices.
+            # kernel from the user. Register `fake_kernel` for them anyway, because otherwise
+            # FakeTensor would run the kernel at the Meta key and reject calls with tensors on
+            # several devices.
             self._push(NO_FUNCTION)
 
     def reject_data_access(self) -> None:
         """Raise MissingFakeError if FakeTensor runs a real kernel instead of the Meta kernel.
 
         This happens for sparse tensors, because the dispatcher skips the kernel at the Meta key for
-        them and selects the kernel that is registered for every device.
+        them and selects the kernel registered for every device instead.
         """
         if self.is_installed:
             raise missing_fake(self.definition)
@@ -97,7 +98,7 @@ class FakeRule(CompiledRule[Fake]):
         """If the user registered no fake kernel, let FakeTensor run the new meta kernel.
 
         For some operators, such as in-place operators, `install` has registered `fake_kernel` with
-        FakeTensor, which prefers `fake_kernel` to the meta kernel, so remove `fake_kernel`.
+        FakeTensor. Remove it, because FakeTensor would prefer it to the meta kernel.
         """
         if self.function is None:
             self.definition.registered.remove(_KIND)
@@ -149,8 +150,8 @@ class FakeRule(CompiledRule[Fake]):
         # Register with PyTorch again for each new function, because PyTorch's messages contain the
         # location of the function.
         self._push(source_of(self.function))
-        # The rule that `watch` installs also makes compiled code run the kernel in the autocast
-        # state in which the fake kernel runs.
+        # The rule installed by `watch` also makes compiled code run the kernel in the same autocast
+        # state as the fake kernel.
         self.definition.rule(EffectRule).watch()
 
     def _push(self, source: str) -> None:
@@ -278,7 +279,8 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     except Exception as error:
         attribute = tracing.attribute_without_value(error)
         if attribute is not None:
-            # Since 2.15, Dynamo reports the cause of an exception instead of the exception.
+            # Raise without a cause, because since PyTorch 2.15, Dynamo reports the cause of an
+            # exception instead of the exception itself.
             raise attribute_was_read(definition, attribute) from None
         is_clear = isinstance(error, (FakeKernelError, TracingError))
         if is_clear or not reads_data(error, definition.overload):
@@ -348,13 +350,12 @@ def register_fake(
             packet with one overload.
         func: the fake kernel. It takes the operator's arguments and returns tensors with the same
             shape, dtype, device, strides and storage offset as the results of the kernel. It must
-            not read the data of tensors. Omit it to use `register_fake` as a decorator, or to
+            not read the data of tensors. Omit `func` to use `register_fake` as a decorator, or to
             declare the output with the options below.
-        like: declares the output, instead of `func`. This is the name of an argument that has the
-            same metadata as the output, except for the properties that the options below set. If
-            the output is a list, this is the name of a list argument. If there are several outputs,
-            pass a tuple of names. If only `shape` is given, the default is the first Tensor
-            argument.
+        like: declares the output, in place of `func`. This is the name of an argument with the same
+            metadata as the output, except for properties that the options below set. If the output
+            is a list, name a list argument. If there are several outputs, pass a tuple of names. If
+            only `shape` is given, the default is the first Tensor argument.
         shape: a function that returns the shape of the output as a tuple of ints. Its parameters
             are named after the operator's arguments that it needs. The output is then contiguous.
             Without `shape`, the output has the shape of `like` and the strides of
@@ -364,12 +365,13 @@ def register_fake(
         memory_format: the memory format of the output, as in `torch.empty_like`. Use
             `torch.contiguous_format` if the output is contiguous whatever the strides of `like`
             are. If there are several outputs, pass a tuple of memory formats or None.
-        lib: the library that owns the registration: closing it removes the registration. By
+        lib: the library that owns the registration, so that closing it removes the registration. By
             default, the registration is permanent.
         allow_override: whether to replace an existing fake kernel.
         pure: declares that the outputs depend only on the metadata of the tensors and on the other
             arguments, and not, for example, on a file or a counter. Compilers then call the fake
-            kernel once for equal arguments. This has no effect for operators of other packages.
+            kernel only once for equal arguments. This option is ignored for operators of other
+            packages.
 
     Returns:
         `func`, a decorator if `func` is omitted, or None if the options declare the output.

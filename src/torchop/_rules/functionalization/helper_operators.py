@@ -1,13 +1,14 @@
 """Helper operators that replace mutating operators in functional traces.
 
-If an operator mutates arguments, a compiler may trace a helper operator instead. The helper calls
-the original operator but has a schema that functionalization and Inductor handle correctly:
+If an operator mutates arguments, a compiler may trace a helper operator in its place. The helper
+operator calls the original operator, but has a schema that functionalization and Inductor handle
+correctly:
 
 - `name__mutable` mutates the same arguments but does not return them. A list that may contain None
   becomes a list of tensors and a mask. An argument named `mode` is renamed, because PyTorch passes
-  the arguments by keyword to a function that has a parameter `mode` of its own.
-- `name__functional` mutates nothing. After the results, it returns the new values of the arguments
-  that the original operator mutates.
+  the arguments by keyword to a function that already has a parameter `mode`.
+- `name__functional` mutates nothing. Instead, it returns the new values of the mutated arguments
+  after the results.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.text import with_keyword_only, without_writes
 
-# Helper operators use this name instead of the argument name `mode`, with which PyTorch's
-# functionalization would fail. A user's operator is unlikely to have an argument with this name.
+# Helper operators rename an argument `mode` to this name, because PyTorch's functionalization fails
+# with `mode`. A user's operator is unlikely to have another argument with this name.
 _MODE = "torchop_mode"
 _NAMED_MODE = re.compile(r"^(\S+) mode(?==|$)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")

@@ -8,8 +8,8 @@ Workaround for pytorch/pytorch#198031: Inductor's passes `remove_noop_ops`, `poi
 write in place, because the pass only checks whether the memory is used later, and not whether
 another argument of the same call shares the memory.
 
-This module therefore adds another copy to the trace. No pass removes it, because it is made by an
-operator of our own, `torchop::clone`.
+This module therefore adds another copy to the trace, made by the custom operator `torchop::clone`,
+which no pass removes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def keep_mutated_copies(
 ) -> None:
     """Make sure that compilers keep the copies that a traced call mutates.
 
-    Otherwise Inductor removes the copy and makes the operator mutate the original. This has wrong
-    results in two cases:
+    Otherwise Inductor removes the copy and makes the operator mutate the original tensor, which
+    gives wrong results in two cases:
 
     - The original has a storage offset, as in `y = x[2].clone(); op(y)`. PyTorch has recorded that
       `y` has the storage offset 0 (`eager_input_vals` in torch/_inductor/pattern_matcher.py), so
@@ -120,7 +120,7 @@ def sources_of(node: torch.fx.Node | None) -> set[torch.fx.Node]:
 def _writes_a_part(node: torch.fx.Node | None) -> bool:
     """Return whether a node overwrites only a part of a tensor.
 
-    The result of such a node is not a plain copy of another tensor.
+    If so, the node's result is not a plain copy of another tensor.
     """
     if node is None or node.target not in _SCATTERS:
         return False

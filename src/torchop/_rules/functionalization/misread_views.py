@@ -29,7 +29,7 @@ def copy_misread_views(
 ) -> tuple[Call, TensorPairs]:
     """Replace mutated views with copies if functionalization would describe the views incorrectly.
 
-    Return the changed arguments, and a list of (view, copy) pairs.
+    Return the changed arguments, and a (view, copy) pair for each replaced view.
     """
     copies: TensorPairs = []
 

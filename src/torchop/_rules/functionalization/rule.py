@@ -1,12 +1,11 @@
 """The functionalization rule: how compilers trace operators that mutate arguments.
 
-`FunctionalTensorMode` replaces a call that mutates arguments with `auto_functionalized_v2`. If this
-would be wrong, the rule changes the call in the following steps. The steps are the same for all
-operators that mutate arguments, whether `custom_op`, `Library.define` or another package defined
-them.
+`FunctionalTensorMode` replaces a call that mutates arguments with `auto_functionalized_v2`. Where
+this would be wrong, the rule changes the call in the steps below, which apply to all operators that
+mutate arguments, whether `custom_op`, `Library.define` or another package defined them.
 
-Each step works around faults of PyTorch. When the tests named here fail on all supported releases,
-PyTorch has fixed the faults, and the step can be deleted.
+Each step works around bugs in PyTorch. Once the tests named in a step fail on all supported
+releases, PyTorch has fixed these bugs, and the step can be deleted.
 
 1. `hidden_aliases.keep_mutated_copies`: Inductor removes a copy although an operator writes into it
    (pytorch/pytorch#198031, and `can_inplace` in torch/_inductor/fx_passes/reinplace.py).
@@ -19,7 +18,8 @@ PyTorch has fixed the faults, and the step can be deleted.
 3. `hidden_aliases.copy_hidden_aliases`: Inductor removes a copy of a tensor that the same call
    mutates (pytorch/pytorch#198031). Test: `test_inductor_itself_removes_the_copy`.
 4. `helper_operators`: the trace contains a helper operator instead of the operator. Operators that
-   `custom_op` did not define have no helper operators. `torchop::in_autocast` calls these by name.
+   `custom_op` did not define have no helper operators, so `torchop::in_autocast` calls them by name
+   instead.
    - An operator with `torch.Tag.inplace` or `torch.Tag.out` becomes an operator that returns
      nothing, and the trace continues with the mutated arguments. Inductor 2.13 treats a returned
      argument as fresh memory, and reuses this memory for later results. For `out=`,
@@ -102,10 +102,10 @@ class FunctionalizationRule(CompiledRule[Traced]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the rule for a new operator, if the operator mutates arguments.
+    """Install the rule for a new operator if it mutates arguments.
 
-    Helper operators need no rule, because PyTorch functionalizes them correctly. Call the returned
-    function once the operator is defined.
+    Helper operators need no rule, because PyTorch functionalizes them correctly. The caller must
+    call the returned function once the operator is defined.
     """
     if not definition.schema.is_mutable or definition.declaration.is_helper:
         return None
@@ -153,7 +153,8 @@ def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any)
             tensor.copy_(value)
     if schema.form is Form.PLAIN:
         return result
-    # PyTorch's result has the value of the argument, but is another tensor.
+    # PyTorch's result has the value of the argument but is a different tensor, so return the
+    # argument.
     return returned_result(schema, args, kwargs)
 
 
@@ -181,8 +182,8 @@ def _trace(
     """Trace a call to the operator or to one of its helper operators.
 
     Return the result, and pairs of a mutated argument and its new value, which the caller must copy
-    into the argument. There are no pairs unless `name__functional` was traced, because the other
-    operators write the new values themselves.
+    into the argument. The list of pairs is empty unless `name__functional` was traced, because the
+    other operators write the new values themselves.
     """
     schema = traced.schema
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]

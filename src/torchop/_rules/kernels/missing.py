@@ -29,7 +29,7 @@ class RaisingKernels:
 
     Initially, a single raising kernel at CompositeExplicitAutograd covers every device. Since the
     dispatcher prefers this kernel to a backend's fallback, the first call on a device with a
-    fallback replaces it by separate raising kernels for all other backends.
+    fallback replaces it with separate raising kernels for all other backends.
     """
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:

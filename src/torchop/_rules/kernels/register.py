@@ -37,9 +37,9 @@ def register_kernel(
         op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         device_types: a device type such as `"cpu"` or `"cuda"`, or a sequence of device types. None
-            (or `"default"`) means all devices that have no kernel of their own. For an operator
-            that `custom_op` did not define, this may also be a dispatch key, unless `provider` is
-            given.
+            (or `"default"`) means all devices for which no other kernel is registered. For an
+            operator that `custom_op` did not define, this may also be a dispatch key, unless
+            `provider` is given.
         func: the kernel. It takes the operator's arguments. Omit it to use `register_kernel` as a
             decorator.
         provider: the name of the library or technique that the kernel comes from, such as
@@ -49,8 +49,8 @@ def register_kernel(
             the reference kernel on these devices. Except for `lib`, the arguments below are only
             allowed together with `provider`.
         supported: whether the kernel can run in this process, for example because a package is
-            installed. Either a bool, or a function without parameters that returns a bool. The
-            function runs once, when its answer is first needed.
+            installed. Either a bool, or a function without parameters that returns a bool and runs
+            once, when the answer is first needed.
         supports: a function that takes the operator's arguments and returns whether the kernel
             supports the call. It receives tensors without data and may read only shapes, strides,
             dtypes, devices and plain values, because the answer is cached for all calls with the
@@ -63,8 +63,8 @@ def register_kernel(
             dict from dtypes to `(rtol, atol)`.
         configs: a list of dicts of additional keyword arguments for this kernel, such as tile
             sizes. `torchop.testing.tune` measures all of them. Untuned calls use the first dict.
-        lib: the library that owns the registration. Closing it removes the kernel. By default, the
-            registration is permanent.
+        lib: the library that owns the registration, so that closing it removes the kernel. By
+            default, the registration is permanent.
 
     Returns:
         `func`, or a decorator if `func` is omitted.
@@ -122,7 +122,7 @@ def register_kernel(
 
 
 # The function that registers a provider's kernel. The package `_rules/providers` sets this
-# variable, because it imports this module, so this module cannot import it.
+# variable, because importing that package here would be circular.
 register_provider: Any = None
 
 

@@ -37,10 +37,10 @@ log = logging.getLogger(registries.LOGGER_NAME)
 
 
 class Kernels(NamedTuple):
-    """The part of an operator's call plan that contains its kernels.
+    """The kernels in an operator's call plan, which is compiled from the operator's rules.
 
-    The mappings contain kernels by device type. The key None stands for all devices without an
-    entry.
+    The mappings contain kernels by device type, where the key None stands for all devices without
+    an entry.
     """
 
     functions: Mapping[str | None, Callable[..., Any]]
@@ -84,18 +84,19 @@ class KernelRule(CompiledRule[Kernels]):
 
     On every call, a dispatcher kernel looks up the kernel to run in the operator's call plan, which
     is compiled from all rules. So if a kernel is registered, replaced or disabled, only the plan is
-    compiled again. Only the first kernel of a device type needs a new dispatcher kernel.
+    compiled again, and a new dispatcher kernel is needed only for the first kernel of a device
+    type.
     """
 
-    # The reference kernels by device type. None if the operator was defined for every device, and
-    # no other kernel was registered yet.
+    # The reference kernels by device type, or None if the operator was defined for every device and
+    # no other kernel has been registered so far.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
-    # The open `set_enabled` blocks, in the order they were entered. Maps each block to a device
-    # type and a bool: whether the block enables the kernel of this device type.
+    # The open `set_enabled` blocks, in the order in which they were entered. Each block is mapped
+    # to a device type, and to whether the block enables or disables the kernel of this device type.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
     providers: ProviderTable | None = None
-    # Whether the user was warned that a result shares memory with an input. Only lenient operators
-    # (from `torchop.compat`) warn. Other operators raise an error.
+    # Whether the user was already warned that a result shares memory with an input. Only lenient
+    # operators (from `torchop.compat`) warn, while other operators raise an error.
     has_aliases = False
     # The dispatcher kernels that raise an error on all devices without a kernel. None if the
     # operator was defined for every device.
@@ -146,7 +147,8 @@ class KernelRule(CompiledRule[Kernels]):
                 definition.schema.returns,
                 returns_arguments=returns_arguments,
             ),
-            # Operators of other packages may return views that their schema does not declare.
+            # Do not check operators of other packages, because they may return views that their
+            # schema does not declare.
             outputs_are_fresh=definition.is_ours
             and not definition.schema.is_view
             and not self.has_aliases,
@@ -187,7 +189,7 @@ class KernelRule(CompiledRule[Kernels]):
     def places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
         """Return the devices' keys in `registered`, and a function that installs their kernels.
 
-        The function installs a dispatcher kernel for each device that has none yet.
+        The function installs a dispatcher kernel for each device that has none so far.
         """
         keys: dict[str, str | None] = {}
         for device in devices:
@@ -262,13 +264,13 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def disabled(self) -> frozenset[str]:
-        """The device types whose last entered `set_enabled` block disables the kernel."""
+        """The device types whose most recently entered `set_enabled` block disables the kernel."""
         return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
         """Return the reference kernel of each device type.
 
-        For a disabled device type, return the function passed to `custom_op` instead.
+        For a disabled device type, this is the function passed to `custom_op` instead.
         """
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
@@ -344,7 +346,8 @@ class KernelRule(CompiledRule[Kernels]):
                 raise _missing_tensor(definition, position)
         if definition.schema.has_defaults:  # pass default values, as calls that run in C++ do
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
-        # The kernel of the layout rule does not run in inference mode.
+        # Copy arguments into the declared layouts here too, because the layout rule's kernel does
+        # not run in inference mode.
         args, kwargs = arranged(kernels.arrange, args, kwargs)
         if definition.schema.is_mutable:
             mutation.check_arguments(definition, args, kwargs)
@@ -402,8 +405,8 @@ def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
-    # The dispatcher does not reject None for a required tensor. Without this error, the kernel
-    # would receive an undefined tensor, which is None in Python.
+    # The dispatcher accepts None for a required tensor, so without this error, the kernel would
+    # receive an undefined tensor, which is None in Python.
     name = definition.schema.positional[position].name
     return ArgumentError(
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "

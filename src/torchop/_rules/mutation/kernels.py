@@ -78,8 +78,8 @@ class _MutationKernels:
     def count_versions(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         """Bump the versions of mutated tensors. This is the kernel at the ADInplaceOrView key.
 
-        This kernel must bump the same tensors as the C++ code in csrc/call.cpp (`count_versions`)
-        and csrc/bypass.cpp.
+        It must bump the same tensors as the C++ functions `count_versions` in csrc/call.cpp and
+        csrc/bypass.cpp.
         """
         definition = self.definition
         writes = written(definition, args, kwargs)

@@ -136,7 +136,8 @@ def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) ->
     tensors = [*tensors_in((*args, *kwargs.values()))]
     outputs = [*tensors_in(output if isinstance(output, tuple) else (output,))]
     if any(map(functorch.is_wrapped, (*tensors, *outputs))):
-        # Tensors that another transform has wrapped have no storage, so compare the objects.
+        # Tensors wrapped by another transform have no storage, so compare the identities of the
+        # objects.
         ids = [*map(id, outputs)]
         is_alias = len({*ids}) < len(ids) or any(id(tensor) in ids for tensor in tensors)
     else:
@@ -209,8 +210,8 @@ def register_vmap(
 ) -> Function | None:
     """Register how `torch.vmap` maps an operator over a batch.
 
-    Without a rule, PyTorch calls the operator once per element and warns. This fallback supports
-    neither lists of tensors nor non-tensor results.
+    Without a rule, PyTorch calls the operator once per element and warns, but this fallback
+    supports neither lists of tensors nor non-tensor results.
 
     Args:
         op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
@@ -222,7 +223,8 @@ def register_vmap(
             the `randomness` argument of `vmap`. The rule `"sequential"` calls the operator once per
             element and stacks the results. If `func` is omitted, a decorator is returned. For an
             operator with residuals, see `torchop.residuals`.
-        lib: the library that owns the registration. By default, the registration is permanent.
+        lib: the library that owns the registration, so that closing it removes the registration. By
+            default, the registration is permanent.
 
     Returns:
         `func`, or a decorator if `func` is omitted. None for `"sequential"`.
@@ -233,9 +235,9 @@ def register_vmap(
         RuleSignatureError: `func` does not accept these arguments.
         RuntimeError: the rule is `"sequential"`, and the operator returns views.
 
-    With `"sequential"`, mutated tensors must be batched, because the operator writes into the
-    slices of the batch. An operator with `torch.Tag.nondeterministic_seeded` respects the
-    `randomness` argument of `vmap`. For an empty batch, the fake kernel determines the shapes.
+    With `"sequential"`, mutated tensors must be batched, because the operator writes into slices of
+    the batch. Operators with `torch.Tag.nondeterministic_seeded` respect the `randomness` argument
+    of `vmap`. If the batch is empty, the fake kernel determines the shapes of the results.
 
     Example:
         >>> import torch, torchop

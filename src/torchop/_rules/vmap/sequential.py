@@ -74,8 +74,8 @@ def map_elements(
     """Call the operator once per element of a batch and stack the results along dimension 0.
 
     The caller must have wrapped batched tensors with `with_dims`. If `replay` is true, all elements
-    draw the same random numbers. For in-place and out= forms, return None, because they write into
-    the batch.
+    draw the same random numbers. In-place and out= forms write their results into the batch, so
+    return None for them.
     """
     schema = definition.schema
     elements = [_element(args, kwargs, index) for index in range(batch_size)]
@@ -164,8 +164,8 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], what: str) -> None:
     """Raise if Dynamo is tracing and an output has a data-dependent size.
 
-    Dynamo records one call for the whole batch, and the result has the unbacked sizes of just one
-    element. Dynamo would report the sizes of the other elements as a bug in the fake kernel.
+    Dynamo records one call for the whole batch, whose result has the unbacked sizes of just one
+    element, so it would report the sizes of the other elements as a bug in the fake kernel.
     """
     if len(outputs) > 1 and compilers.dynamo_is_tracing():
         for dim, size in enumerate(outputs[0].shape):
