@@ -52,7 +52,8 @@ class Argument(NamedTuple):
 
 # When the dispatcher computes dispatch keys, it ignores the tensors in lists of these types.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
-_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]")
+# Match only one character before the dot. A pattern for a whole name takes quadratic time.
+_DOTTED_NAME = re.compile(r"\w\.[A-Za-z_]")
 # The dispatcher does not check arguments of these types, so they accept any object.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 # The dispatcher stores one bit per argument in a bit set of this size, so it rejects schemas with
