@@ -30,9 +30,11 @@ _SECTION = "## All checks\n"
 _TEXT = """
 The test suite of torchop contains a zoo of operators: {wrong} faulty operators, each with one
 deliberate fault, and {right} correct operators. The tests verify that `torchop.testing.check` finds
-every fault, and reports no fault in a correct operator. The faults were chosen together with the
-checks, so the numbers on this page show which kinds of faults each check finds. They do not show
-how many of the faults in your operators `check` would find.
+every fault, and reports no fault in a correct operator.
+
+The faults were chosen together with the checks, so the numbers on this page show only which kinds
+of faults each check finds. They do not predict how many of the faults in your operators `check`
+would find.
 
 The last three columns of the table count faulty operators:
 
@@ -40,10 +42,10 @@ The last three columns of the table count faulty operators:
 - *found*: operators in which this check finds a fault.
 - *alone*: operators in which only this check finds a fault.
 
-To measure the columns *found* and *alone*, `check` ran on {measured} of the faulty
-operators{kinds}. A check with 0 in the column *alone* is
-still useful if other checks find the same faults only by accident, or if the run left out the
-operators with these faults.
+For the columns *found* and *alone*, `check` ran on {measured} of the faulty
+operators{kinds}. A check with 0 in the column
+*alone* can still be useful, because other checks may find the same faults only by accident, or the
+run may have left out the operators with these faults.
 
 | check | question | faults | found | alone |
 | --- | --- | --- | --- | --- |
