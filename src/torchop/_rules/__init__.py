@@ -1,8 +1,8 @@
 """The rules of an operator: one class for each subsystem of PyTorch, such as autograd or vmap.
 
 Every operator has one instance of each class in `RULES`, which stores the functions registered for
-this operator, such as kernels or a backward formula. The functions in `INSTALLERS` run when an
-operator is defined, and install its first kernels and torch_dispatch rules.
+this operator, such as kernels or a backward formula. When an operator is defined, the functions in
+`INSTALLERS` install its initial kernels and torch_dispatch rules.
 
 The package `user` contains a different kind of rule: torchop's own instances of the public class
 `torchop.Rule`.

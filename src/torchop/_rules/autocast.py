@@ -156,7 +156,7 @@ _CAST = tuple(
 )
 
 
-_MISSING: Any = object()  # not None, which a caller may pass by mistake
+_MISSING: Any = object()  # not None, because a caller may pass None by mistake
 
 
 @overload

@@ -67,7 +67,7 @@ def register_for_checkpoints(
 ) -> None:
     """Register how an operator behaves in checkpointing modes and in a compiler's trace.
 
-    A torch_dispatch rule registered by the user takes precedence over this registration.
+    These are only defaults: a torch_dispatch rule registered by the user takes precedence.
 
     For a helper operator, pass the original operator as `op`. Policy functions then receive `op`
     instead of the helper operator, which users do not know. `extra` names a keyword argument that

@@ -112,9 +112,9 @@ def install(definition: Definition) -> Callable[[], None] | None:
 def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certain: bool) -> Effect:
     """Return the effect of an operator, given the declared effect.
 
-    By default, an operator that takes objects by reference is assumed to change them, so its effect
-    is `"ordered"` unless the author declares another effect or `"none"`. `is_certain` means that
-    `mutates_args` names an object.
+    An operator that takes objects by reference is assumed to change them, so its effect is
+    `"ordered"` unless the author declares another effect or `"none"`. `is_certain` means that
+    `mutates_args` names an object, so the operator is known to change it.
     """
     if is_certain and effect == "none":
         raise SchemaError(

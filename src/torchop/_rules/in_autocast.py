@@ -115,7 +115,8 @@ def _state_of_kernel(
     )
     is_supported = {str(result.type) for result in returns} <= {"Tensor", "List[Tensor]"}
     fakes = registries.fake_functions(op._name)
-    # Other fake kernels run with autocast disabled, so their kernels must run without autocast too.
+    # Other fake kernels run with autocast disabled, so the real kernels must run without autocast
+    # too.
     has_our_fake = bool(fakes) and getattr(fakes[-1], "__func__", None) is fake_kernel
     return state if not is_view and is_supported and has_our_fake else ()
 
@@ -297,7 +298,7 @@ def _in_dtypes_of_fakes(call: _Call, results: list[Tensor]) -> list[Tensor]:
 
 
 _BACKWARD_KERNEL = "__backward_kernel"
-# The dtypes of the fake kernels' results, by the text of the call and the dtypes of the tensors.
+# The dtypes of the fake kernels' results, keyed by the call's text and the dtypes of its tensors.
 _dtypes_of_fakes: dict[tuple[Any, ...], list[torch.dtype]] = {}
 
 
@@ -326,7 +327,7 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
-# The tags that affect how compilers transform a call, by their names in the overloads.
+# The tags that affect how compilers transform a call, keyed by their names in the overloads below.
 _TAGS = {"random": Tag.nondeterministic_seeded, "unsafe": Tag.cudagraph_unsafe}
 
 

@@ -64,7 +64,8 @@ class LayoutRule(CompiledRule["Arrange | None"]):
         self.install()
         definition = self.definition
         if not definition.is_ours and "BackendSelect" not in definition.registered:
-            # The dispatcher skips the Autograd key in inference mode, so install a kernel here too.
+            # The dispatcher skips the Autograd key in inference mode, so install a kernel at
+            # BackendSelect too.
             definition.implement("BackendSelect", self._select, with_keyset=True)
 
     @compilers.never_traced

@@ -22,7 +22,7 @@ from torchop._rules.autograd.gradients import flatten, is_differentiable
 
 
 class _Constant(torch.autograd.Function):
-    """The identity function, but its backward pass raises an error.
+    """An identity function whose backward pass raises an error.
 
     Autograd runs a node only if it leads to a tensor that requires grad, so the caller passes such
     tensors as `anchors`.
@@ -51,9 +51,9 @@ class Computed(NamedTuple):
 
     Attributes:
         size: the number of saved tensors.
-        saved: the operands from which each computed tensor was computed, by the position of this
+        saved: the operands that each computed tensor depends on, keyed by the position of this
             tensor among the saved tensors.
-        attributes: for each attribute of `ctx`, the operands from which its tensors were computed.
+        attributes: the operands that the tensors in each attribute of `ctx` depend on.
         operands: for each operand that is itself saved, its position among the saved tensors.
     """
 
@@ -102,7 +102,7 @@ def find_computed(
     """Find the tensors that `setup_context` has computed and stored on `ctx`.
 
     If `ctx` holds tensors other than `values`, run `setup_context` again with autograd enabled, to
-    find out from which operands these tensors were computed.
+    find out which operands these tensors depend on.
     """
     known = set(map(id, _tensors(values)))
     stored = tensors_in((*(ctx.to_save or ()), *vars(ctx).values()))

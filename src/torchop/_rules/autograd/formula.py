@@ -79,9 +79,9 @@ class Formula:
     def cache_part(self) -> object:
         """The formula's part of the cache keys of compiled graphs.
 
-        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). For a formula that the
-        user registered, the part is the user's function, because compilers trace its code into the
-        graph. For a derived formula, the graph only calls a helper operator, so the string
+        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). For a formula
+        registered by the user, this is the user's function, because compilers trace its code into
+        the graph. For a derived formula, the graph only calls a helper operator, so the string
         "autograd derived" is enough.
         """
         return self.function or self.title

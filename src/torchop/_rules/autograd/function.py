@@ -175,8 +175,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             attribute = constants.ComputedAttribute(name, definition, lambda: formula().computed)
             setattr(context, name, attribute)
         rule.computed.append(found)
-        definition.outdate_plan()  # later calls may be native
-        _ = definition.plan  # compile it now, because compiled autograd cannot trace that
+        definition.outdate_plan()  # later calls may be native (without the dispatcher)
+        _ = definition.plan  # compile it now, because compiled autograd cannot trace this
 
     def jvp(ctx: Any, *flat_tangents: Any) -> Any:
         call, result = ctx._torchop_dual
@@ -184,7 +184,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
         rule = formula().tangents
         assert rule is not None  # otherwise, the autograd kernel would have raised
-        # PyTorch disables forward mode while it calls this method, so enable it again:
+        # PyTorch disables forward mode while it calls this method, so enable it again, because
         # `tangents_of` must unpack the tangents of the inputs.
         return autograd.outer_levels_differentiate(
             lambda: tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
@@ -218,7 +218,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         return flat
 
     # `make_backward` is called twice. Compiled autograd traces the backward that uses
-    # `are_plain_in_python`, so it must not call C++ code. The autograd engine runs the other
+    # `are_plain_in_python`, so this one must not call C++ code. The autograd engine runs the other
     # backward, or its implementation in C++.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
@@ -286,7 +286,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
 
 
 def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
-    """Add a note that explains the fix to a formula's error, if a common mistake caused it."""
+    """If a common mistake caused a formula's error, add a note with the fix to the error."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -338,7 +338,7 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     """Return the saved tensors of a node, even if its formula reads `saved_tensors` several times.
 
     Workaround for pytorch/pytorch#82156: saved tensors of a checkpointed region can be unpacked
-    only once, so they are cached while the backward runs. The cache is thread-local, because
+    only once, so they are cached during the backward pass. The cache is thread-local, because
     several threads may run the backward of the same node.
     """
     cache = _unpacked.by_node.get(id(ctx))

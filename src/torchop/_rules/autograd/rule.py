@@ -123,8 +123,8 @@ class AutogradRule(CompiledRule[Formula]):
                     raise forward_mode.unsupported(definition)
                 return self.decomposition(*args, **kwargs)
             # If the call also records a gradient, do not compute the tangents here, because the
-            # tensors saved for the backward would lose their tangents. The `autograd.Function` (see
-            # `apply` below) computes them instead.
+            # tensors saved for the backward pass would lose their tangents. The `autograd.Function`
+            # (see `apply` below) computes them instead.
             if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
                 return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:

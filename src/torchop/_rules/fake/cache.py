@@ -77,7 +77,7 @@ def cache_for(
 ) -> FakeCache | None:
     """Return a cache for a new fake kernel, or None if the outputs must not be cached.
 
-    `is_pure` means that according to the user, the outputs depend only on metadata.
+    `is_pure` means that the user declared the outputs to depend only on metadata.
     """
     schema, declaration = definition.schema, definition.declaration
     if (

@@ -1,4 +1,4 @@
-"""Protect copies that compilers might remove although an operator writes into the copy.
+"""Protect copies that an operator writes into, because compilers might remove them.
 
 For example, in `y = x.clone(); reverse(y, x)`, `y` must remain a copy of `x` if the operator
 `reverse` writes into `y` and reads `x`.

@@ -1,7 +1,7 @@
 """Handle calls on devices without a kernel.
 
 If the backend has a fallback, such as one that runs unsupported operators on the CPU, the call goes
-to that fallback. Otherwise, it raises an error that lists the supported devices.
+to that fallback. Otherwise, the call raises an error that lists the supported devices.
 """
 
 from __future__ import annotations

@@ -91,14 +91,14 @@ class KernelRule(CompiledRule[Kernels]):
     # The reference kernels by device type, or None if the operator was defined for every device and
     # no other kernel has been registered so far.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
-    # The open `set_enabled` blocks, in the order in which they were entered. Each block is mapped
-    # to a device type, and to whether the block enables or disables the kernel of this device type.
+    # The open `set_enabled` blocks, in the order in which they were entered. Each block maps to a
+    # device type, and to whether the block enables or disables the kernel of this device type.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
     providers: ProviderTable | None = None
     # Whether the user was already warned that a result shares memory with an input. Only lenient
     # operators (from `torchop.compat`) warn, while other operators raise an error.
     has_aliases = False
-    # The dispatcher kernels that raise an error on all devices without a kernel. None if the
+    # The dispatcher kernels that raise an error on all devices without a kernel, or None if the
     # operator was defined for every device.
     raising_kernels: RaisingKernels | None = None
 

@@ -120,8 +120,8 @@ def _check_shared_memory(
 ) -> None:
     """Raise if a mutated conjugate or negative view shares memory with another mutated argument.
 
-    The kernel would write to a copy of the view. Copying the new values back into the view would
-    overwrite the values that the kernel wrote to the other argument.
+    The kernel would write to a copy of the view, and copying the new values back into the view
+    would overwrite the values that the kernel wrote to the other argument.
     """
     schema = definition.schema
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]

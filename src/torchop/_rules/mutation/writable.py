@@ -45,8 +45,8 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
 def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
     """Raise if a mutated tensor overlaps an input that `setup_context` may save.
 
-    `setup_context` runs after the kernel, so it would save the overwritten value. PyTorch only
-    detects writes that happen after a tensor was saved.
+    `setup_context` runs after the kernel, so it would save the overwritten value. PyTorch would not
+    notice, because it only detects writes that happen after a tensor was saved.
     """
     for where, tensor in written:
         for place, other in read:
