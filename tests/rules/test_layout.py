@@ -66,6 +66,7 @@ def strides_of(namespace, layout, form="custom_op"):
     return op, seen
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("declared", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("form", ["custom_op", "torch.ops", "class", "library"])
