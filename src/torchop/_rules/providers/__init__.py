@@ -1,8 +1,8 @@
 """Providers: named alternatives to an operator's kernel, such as "triton".
 
-The kernel registered without a provider's name is called the reference kernel. Each call tries the
-providers in an order that the operator's author and its users can set. The kernel rule uses this
-package only for operators with providers, so calls to other operators have no overhead.
+The kernel that was registered without a provider name is called the reference kernel. Each call
+tries the providers in an order that the operator's author and users can set. The kernel rule only
+uses this package for operators with providers, so calls to other operators have no overhead.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from torchop.extend import OpLike
 def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
     """Set the default order of an operator's providers.
 
-    This method is for the author of an operator. Users can override the order:
-    `torchop.set_priority`, the environment variable `TORCHOP_PRIORITY` and blocks of
-    `torchop.priority` take precedence.
+    This method is for the author of an operator. Users can override the order with
+    `torchop.set_priority`, the environment variable `TORCHOP_PRIORITY` or a `torchop.priority`
+    block, because all of these take precedence.
 
     Args:
         op: the operator.
-        order: the names of providers, in the order that calls try them. The first provider that
-            supports a call runs it. If none does, the reference kernel runs (the kernel registered
-            without `provider`). An order may also contain two special names: `"reference"` stands
-            for the reference kernel, and `"tuned"` for the kernel that `torchop.testing.tune`
-            measured as the fastest.
-        device_types: the device types for which the order applies. None means all device types that
-            have no order of their own.
+        order: the provider names, in the order in which calls try them. The first provider that
+            supports a call runs it. If none does, the call falls back to the reference kernel (the
+            kernel registered without `provider`). An order may also contain two special names:
+            `"reference"` stands for the reference kernel, and `"tuned"` for the kernel that
+            `torchop.testing.tune` measured as the fastest.
+        device_types: the device types to which the order applies. None means all device types for
+            which no separate order was set.
 
     Raises:
         OperatorGoneError: the operator was replaced or deregistered.
@@ -84,7 +84,8 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     known = rule.provider_names
     for name in names:
         # `custom_op(..., priority=...)` calls this function before any provider is registered, so
-        # unknown names cannot be rejected yet. The operator's first call rejects them instead.
+        # unknown names cannot be rejected yet. Instead, the first call of the operator rejects
+        # them.
         if known and name not in (REFERENCE, TUNED, *known):
             raise unknown_provider("set_priority", definition, name, known)
     new = {(str(definition.name), device): names for device in devices}
@@ -99,16 +100,15 @@ def set_tuning(
 ) -> None:
     """Set the measurements that the special provider `"tuned"` uses to find the fastest kernel.
 
-    This method is for the author of an operator, who can measure the kernels in advance and ship
-    the results. Measurements that a user makes take precedence.
+    With this method, the author of an operator can measure the kernels in advance and ship the
+    results in the package. If users make their own measurements, those take precedence.
 
     Args:
         op: the operator.
         table: the path of a file in your package that `torchop.testing.tune(..., table=...)` wrote.
-        buckets: ranges of tensor sizes that share one measurement. This maps the name of an
-            argument, and a dimension of this argument, to the upper bounds of the ranges, as in
-            `{"x": {0: [1, 16, 256]}}`. Negative dimensions count from the end. By default, the
-            upper bounds are the powers of two.
+        buckets: ranges of tensor sizes that share one measurement, given as the upper bounds of the
+            ranges for each dimension of an argument, as in `{"x": {0: [1, 16, 256]}}`. Negative
+            dimensions count from the end. By default, the upper bounds are the powers of two.
 
     Raises:
         OperatorGoneError: the operator was replaced or deregistered.
@@ -162,7 +162,8 @@ def choice_of_call(
 ) -> tuple[Choice | None, Call]:
     """Return the `Choice` that selects the kernel of a call, and the call's arguments.
 
-    The `Choice` is None if the operator has no providers. The arguments include default values.
+    The `Choice` is None if the operator has no providers. The returned arguments include the
+    default values that the caller omitted.
     """
     definition = resolve(op, "tune")
     args, kwargs = definition.schema.fill_defaults(args, kwargs)

@@ -1,4 +1,4 @@
-"""Choose the kernel that runs a call, among the reference kernel and a device's providers."""
+"""Choose the kernel that runs a call: the reference kernel, or one of the device's providers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from torchop._rules.providers.provider import Function, Provider, Selected
 from torchop._rules.providers.tuned import PLAIN, Tuning, UnknownKindError
 from torchop.extend import OpName
 
-# The maximum number of entries in the cache of a `Choice`. Without a limit, the cache would grow
-# forever if tensor sizes keep changing.
+# The maximum number of entries in the cache of a `Choice`. Without this limit, the cache would grow
+# without bound in programs whose tensor sizes keep changing.
 _MOST_KEYS = 4096
 
 
@@ -39,11 +39,12 @@ class Candidate(NamedTuple):
     """An entry of an order of providers.
 
     Attributes:
-        select: returns the kernel for a call, or None if this candidate does not support the call.
-            It takes the call's positional arguments, its keyword arguments, and whether a compiler
-            is tracing the call. None if the candidate can run no call.
+        select: a function that returns the kernel for a call, or None if this candidate does not
+            support the call. It takes the call's positional and keyword arguments, and whether a
+            compiler is tracing the call. The attribute itself is None if the candidate cannot run
+            any call.
         takes_all: whether `select` returns the same kernel for all calls.
-        declined: the reason, for messages, if this candidate does not run a call.
+        declined: the reason that messages give if a call skips this candidate.
     """
 
     name: str
@@ -53,12 +54,14 @@ class Candidate(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """The candidates for all calls on a device with the same settings.
+    """The candidates for all calls on one device under the same settings.
 
     Attributes:
-        candidates: the candidates, in the order in which calls try them. The last one stands for
-            the reference kernel, and takes all calls. If the reference cannot run, it raises.
-        falls_back: whether the last candidate is the reference although the order does not name it.
+        candidates: the candidates, in the order in which calls try them. The last candidate stands
+            for the reference kernel and accepts all calls, so every search ends there. If the
+            reference kernel cannot run, this candidate selects a function that raises an error.
+        falls_back: whether calls may fall back to the reference kernel although the order does not
+            name it.
     """
 
     settings: Settings
@@ -80,8 +83,8 @@ class Resolved(NamedTuple):
         selected.
         """
         declined: dict[str, str] = {}
-        # Ignore `shape` and other properties that a tensor subclass overrides, because the C++
-        # implementation of the cache (csrc/choice.cpp) also ignores the overrides.
+        # Ignore a tensor subclass's overrides of `shape` and other properties, because the C++
+        # implementation of the cache (csrc/choice.cpp) ignores them too.
         with dispatch.WithoutTorchFunctions():
             for candidate in self.candidates:
                 found = candidate.select and candidate.select(args, kwargs, is_traced)
@@ -110,11 +113,13 @@ class Table(Protocol):
 class Choice:
     """Chooses among an operator's kernels on one device type, for each call.
 
-    An operator's call plan contains this object, or an equivalent C++ object, in place of a kernel.
-    The C++ object calls `resolve`.
+    An operator's call plan (its compiled rules) contains this object in place of a kernel. If the
+    C++ extension is loaded, the plan contains an equivalent C++ object instead, which calls
+    `resolve`.
 
     Attributes:
-        device: the device type. None stands for all devices that have no kernel of their own.
+        device: the device type. None stands for all device types for which no separate kernel is
+            registered.
         reference: the kernel that was registered without a provider, if there is one.
         providers: the providers on this device by name, in the order of registration.
         table: all providers of the operator, and the settings of its author.
@@ -127,15 +132,16 @@ class Choice:
     providers: Mapping[str, Provider]
     table: Table
     prepare: Callable[[Function], Function]
-    # Results of `resolve` by the settings, and kernels by the settings and arguments of calls.
-    # Threads write to this dict without a lock, because all store equal values for a key.
+    # Caches the results of `resolve` by settings, and kernels by settings and call arguments.
+    # Threads write to this dict without a lock, which is safe because they all store equal values
+    # for the same key.
     _cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def function(self) -> Function:
         """Return the function that runs all calls.
 
-        This is a kernel if all calls use the same kernel. Otherwise, the function chooses a kernel
-        in each call.
+        If all calls use the same kernel, this is the kernel itself, so calls have no overhead.
+        Otherwise, the function chooses a kernel in each call.
         """
         if not priority.blocks_were_opened():
             with contextlib.suppress(ProviderError):  # each call will raise this error
@@ -151,9 +157,9 @@ class Choice:
     def resolve(self, settings: Settings, is_deterministic: bool) -> tuple[Function, bool]:
         """Return a function for all calls with the same settings, and whether it is a kernel.
 
-        If it is not a kernel, it takes the arguments of a call, and returns the kernel for all
-        calls with the same cache key. `is_deterministic` says whether PyTorch requires
-        deterministic algorithms.
+        If the function is not a kernel, it takes the arguments of a call and returns the kernel to
+        use for all calls with the same cache key. `is_deterministic` is True under
+        `torch.use_deterministic_algorithms(True)`.
         """
         resolved = self._resolved(settings, is_deterministic)
         self._report_unsupported(resolved)
@@ -186,7 +192,7 @@ class Choice:
         return profiled
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call, if the C++ extension is not loaded. csrc/choice.cpp does the same."""
+        """Run a call without the C++ extension. csrc/choice.cpp implements the same logic."""
         settings = priority.current(), torch.are_deterministic_algorithms_enabled()
         found = self._cache.get(settings)
         if found is None:
@@ -231,10 +237,7 @@ class Choice:
         return chosen, reasons, self._prepared(resolved.settings, Selected(chosen, function))
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function | None:
-        """Return the provider's kernel that a compiler must inline.
-
-        None means that the compiler must inline the reference kernel.
-        """
+        """Return the provider's kernel for a compiler to inline, or None for the reference."""
         resolved = self._current()
         self._report_unsupported(resolved)
         name, function = resolved.select(args, kwargs, is_traced=True)[0]
@@ -293,8 +296,8 @@ class Choice:
             for name, config, *_ in () if measurement is None else measurement.kernels:
                 if name == REFERENCE and reference is not None:
                     return Selected(name, reference)
-                # The stored measurement may name a provider or config that no longer exists or does
-                # not support this call.
+                # A stored measurement may name a provider or config that no longer exists or does
+                # not support this call, so check each kernel and fall back to the next one.
                 provider = allowed.get(name)
                 if provider is not None and provider.takes(args, kwargs, is_traced):
                     configs = provider.configs or ({},)
@@ -318,8 +321,8 @@ class Choice:
         listed = "; ".join(f"{each.name}: {each.declined}" for each in candidates)
 
         def raise_error(*args: Any, **kwargs: Any) -> Any:
-            # `device` is None if these kernels are for every device, so name the device of the
-            # call.
+            # `device` is None for kernels that apply to every device, so report the device of the
+            # call's tensors instead.
             where = device or next((t.device.type for t in tensors_in(args)), "every device")
             if self.reference is not None:
                 raise ProviderError(
@@ -341,22 +344,23 @@ class Choice:
         return raise_error
 
     def _report_unsupported(self, resolved: Resolved) -> None:
-        """Report the candidates that can run no call."""
+        """Report the candidates that cannot run any call."""
         unsupported = (each for each in resolved.candidates if each.select is None)
         self._report(resolved, {each.name: each.declined for each in unsupported})
 
     def _report(self, resolved: Resolved, declined: Mapping[str, str]) -> None:
-        """Log or warn once for each provider that the order contains but that calls skip.
+        """Log or warn once about each provider in the order that calls skip.
 
-        `declined` maps these providers to the reasons.
+        `declined` maps the skipped providers to the reasons.
         """
         falls_back = resolved.falls_back and len(declined) == len(resolved.candidates) - 1
         reportable = {*self.providers, *self.table.removed.difference(self.table.names)}
         for name, why in declined.items():
             if name not in reportable:
                 continue
-            # Skipping a provider is normal if a later one in the order runs instead, so only log
-            # that. Warn if the provider can never run, or if the reference kernel runs instead.
+            # Skipping a provider is normal if a later one in the order runs instead, so this is
+            # only logged. Warn if the provider can never run, or if the call falls back to the
+            # reference kernel.
             provider = self.providers.get(name)
             never_runs = provider is None or provider.why_unsupported() is not None
             warns = falls_back or never_runs
@@ -386,8 +390,8 @@ _UNNAMED = "no order names it"
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
     """Return a function that calls one of `choices`, which maps device types to functions.
 
-    The function selects by the device type of its first tensor argument. If `choices` does not
-    contain this device type, the function calls `others`.
+    The returned function looks up the device type of its first tensor argument. If `choices` does
+    not contain this device type, it calls `others`.
     """
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -408,7 +412,8 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     kind = type(value)
     if kind is float:
-        # Use the number's text as the key, because -0.0 == 0.0 and nan != nan.
+        # Use the text as the key, because with the number itself, 0.0 and -0.0 would share an
+        # entry, and nan would never be found.
         return value.hex()
     if kind is complex:
         return kind, repr(value)

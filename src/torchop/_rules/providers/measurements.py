@@ -38,8 +38,8 @@ class NewerTableError(TableError):
 class Measured(NamedTuple):
     """The time of one kernel: the median of several calls, and its 95 % confidence interval.
 
-    `config` is one of the provider's `configs`. `digest` detects changes of the kernel's source
-    code.
+    `config` is one of the provider's `configs`. `digest` identifies the kernel's source code, so
+    that measurements of an older version are not used.
     """
 
     provider: str
@@ -62,9 +62,9 @@ class Measurement(NamedTuple):
     """The times of all kernels for calls with the same device, dtypes and ranges of sizes.
 
     Attributes:
-        device: the name of the device. For a CPU, also the number of threads.
-        arguments: a text with the dtypes and plain values of the arguments, such as `float32[*, *],
-            1`. Each `*` stands for the size of a tensor dimension.
+        device: the name of the device, and for a CPU also the number of threads.
+        arguments: the dtypes and plain values of the arguments as text, such as `float32[*, *], 1`.
+            Each `*` stands for the size of a tensor dimension.
         sizes: for each `*` in `arguments`, the minimum and the maximum size. None means no maximum.
         kernels: the measured kernels, fastest first.
     """
@@ -161,14 +161,14 @@ def _checked(value: Any, kind: type) -> Any:
 def locked(path: Path) -> Iterator[None]:
     """Lock a table inside a `with` block, so that no other process can update it in the meantime.
 
-    The lock is on the folder. A lock on the table's file would be lost, because `write` replaces
-    the file, and a separate lock file would remain in the folder.
+    This locks the folder, because a lock on the table's file would be lost when `write` replaces
+    the file, and a separate lock file would be left behind in the folder.
     """
     with contextlib.ExitStack() as stack:
         if fcntl is not None:
             descriptor = os.open(path.absolute().parent, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            # Some network file systems do not support locks. Continue without one.
+            # Locking is best effort, because some network file systems do not support locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -177,7 +177,7 @@ def locked(path: Path) -> Iterator[None]:
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
     version = json.dumps({"format": FORMAT, "torchop": sys.modules["torchop"].__version__})
     listed = ",\n".join(
-        # Put each kernel on a line of its own, which `json.dumps` alone cannot do.
+        # Put each kernel on a separate line, which `json.dumps` alone cannot do.
         f"{json.dumps({**m._asdict(), 'kernels': 0})[:-2]}[\n  {_lines(m.kernels)}]}}"
         for m in sorted(measurements, key=lambda m: (m.key[:4], [low for low, _ in m.sizes]))
     )

@@ -1,7 +1,7 @@
 """Priority: the order of an operator's providers (named alternatives to its kernel).
 
-Each call tries the providers in this order. The order can be set in four places. From highest to
-lowest precedence, these are: `torchop.priority` blocks (the innermost block that names the
+Each call tries the providers in this order. The order can be set in four places, listed here from
+highest to lowest precedence: `torchop.priority` blocks (the innermost block that names the
 operator), the environment variable TORCHOP_PRIORITY, `torchop.set_priority`, and the operator's
 author.
 """
@@ -37,7 +37,8 @@ Order: TypeAlias = tuple[str, ...]
 Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
-# Maps patterns of operators and device types to orders. None stands for all device types.
+# Maps pairs of an operator pattern and a device type to orders. The device type None stands for all
+# device types.
 ScopedOrders: TypeAlias = "Mapping[tuple[str, str | None], Order]"
 
 
@@ -46,9 +47,9 @@ class ActiveOrder(NamedTuple):
 
     Attributes:
         by: the setting that the order comes from, such as "torchop.set_priority", for messages.
-        is_exact: whether the setting names exactly this operator. If so, an unknown provider in the
-            order is an error. In an order for a pattern, it is not an error, because other
-            operators that match the pattern may have the provider.
+        is_exact: whether the setting names exactly this operator instead of a pattern. If so, an
+            unknown provider in the order is an error. With a pattern, it is not an error, because
+            another operator that matches the pattern may have this provider.
     """
 
     names: Order = ()
@@ -66,8 +67,8 @@ class Tuner(Protocol):
 class Settings:
     """The combined settings of the `torchop.priority` blocks that are open in a thread or task.
 
-    Create settings only with `_settings_of`, which returns the same object for equal settings,
-    because caches compare settings by identity.
+    Caches compare settings by identity, so only create settings with `_settings_of`, which returns
+    the same object for equal settings.
     """
 
     orders: tuple[ScopedOrders, ...] = ()  # one item per block, innermost first
@@ -86,8 +87,8 @@ NO_BLOCK = Settings()
 class OpenBlocks(NamedTuple):
     """The `torchop.priority` blocks that a thread or task has opened, outermost first.
 
-    `settings` combines the settings of all blocks. If this thread runs a backward, `settings` also
-    includes the blocks that the caller of the backward has opened.
+    `settings` combines the settings of all blocks. If this thread runs a backward pass, `settings`
+    also includes the blocks that the caller of the backward pass has opened.
     """
 
     settings: Settings = NO_BLOCK
@@ -95,7 +96,7 @@ class OpenBlocks(NamedTuple):
 
 
 _NOTHING_OPEN = OpenBlocks()
-# `open_blocks` in csrc/choice.cpp also reads this variable, and must do the same as the function
+# `open_blocks` in csrc/choice.cpp also reads this variable, so keep it in sync with the function
 # `current` below.
 open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
@@ -120,14 +121,15 @@ def _settings_of(blocks: tuple[priority, ...]) -> Settings:
     return _settings.setdefault(key, Settings(orders, **flags))
 
 
-# The orders from `torchop.set_priority`. Calls read the mapping without a lock, because it is
-# replaced and never mutated.
+# The orders from `torchop.set_priority`. Calls read this mapping without a lock, which is safe
+# because it is only ever replaced, never mutated.
 _process: ScopedOrders = NOTHING
 _blocks_were_opened = False
 
 
 # The kernel rules of operators that have or had providers. When an order of providers changes,
-# `outdate_plans` makes these operators compile their call plans again.
+# `outdate_plans` invalidates the call plans of these operators, so that later calls follow the new
+# order.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
@@ -146,7 +148,8 @@ def rules_with_providers() -> list[KernelRule]:
 def blocks_were_opened() -> bool:
     """Return whether this process has ever opened a `torchop.priority` block.
 
-    Until then, call plans contain kernels that do not check for open blocks, so calls are faster.
+    Until then, calls need not look for open blocks, so call plans contain kernels that skip this
+    check.
     """
     return _blocks_were_opened
 
@@ -156,10 +159,10 @@ def active_order(
 ) -> ActiveOrder:
     """Return the order of providers that applies to an operator on a device.
 
-    If `device` is None, return the order for devices that have no kernel of their own. `author`
-    contains the orders that the operator's author set. If several orders of a source fit, an order
-    for exactly this operator precedes a pattern, a longer pattern precedes a shorter one, and an
-    order for the device precedes one for all devices.
+    If `device` is None, return the order for devices without a separate kernel. `author` contains
+    the orders that the operator's author set. If several orders from the same source match, an
+    order for exactly this operator takes precedence over a pattern, a longer pattern over a shorter
+    one, and an order for the device over an order for all devices.
     """
 
     def specificity(place: tuple[str, str | None]) -> tuple[bool, int, bool]:
@@ -278,18 +281,18 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
     """Set the order of operators' providers, for the whole process.
 
     A provider is a named alternative to an operator's kernel. The order that you set here takes
-    precedence over the order of the operator's author. The environment variable TORCHOP_PRIORITY
-    and blocks of `torchop.priority` take precedence over it. If several orders match an operator,
-    an order for exactly this operator takes precedence over a pattern, and a longer pattern over a
-    shorter one.
+    precedence over the order of the operator's author, but the environment variable
+    TORCHOP_PRIORITY and `torchop.priority` blocks take precedence over both. If several orders
+    match an operator, an order for exactly this operator takes precedence over a pattern, and a
+    longer pattern over a shorter one.
 
     Args:
         orders: a dict from the name of an operator, or a pattern such as `"mylib::*"`, to a list of
             provider names. The first provider in the list that supports a call runs it. If none
-            does, the reference kernel runs (the kernel registered without `provider`). A list may
-            also contain two special names: `"reference"` stands for the reference kernel, and
-            `"tuned"` for the kernel that `torchop.testing.tune` measured as the fastest. None
-            instead of a list removes an order that was set before.
+            does, the call falls back to the reference kernel (the kernel registered without
+            `provider`). A list may also contain two special names: `"reference"` stands for the
+            reference kernel, and `"tuned"` for the kernel that `torchop.testing.tune` measured as
+            the fastest. Pass None instead of a list to remove an order that was set earlier.
         device_types: the device types for which the orders apply. None means all.
 
     Raises:
@@ -330,24 +333,26 @@ class priority(Block):  # noqa: N801  (called like a function)
     """Set the order of operators' providers, inside a `with` block.
 
     A provider is a named alternative to an operator's kernel. The block applies to calls in this
-    thread or asyncio task and can also be used as a decorator. If several open blocks name an
-    operator, the innermost block applies.
+    thread or asyncio task, and can also be used as a decorator. If several open blocks name an
+    operator, the innermost one takes precedence.
 
-    A backward that is called inside the block uses the same order, even in the threads that PyTorch
-    starts for GPUs. On PyTorch 2.11, these threads only follow `set_priority`.
+    A backward pass that starts inside the block uses the same order, even in the threads that
+    PyTorch starts for GPUs. The exception is PyTorch 2.11, where these threads only follow
+    `set_priority`.
 
-    When a checkpoint recomputes the forward, the order at the time of the backward applies. To use
-    another order for the recomputation, let `context_fn` return `(contextlib.nullcontext(),
-    torchop.priority(...))`.
+    When a checkpoint recomputes the forward pass, it uses the order that is active during the
+    backward pass. To use another order for the recomputation, let `context_fn` return
+    `(contextlib.nullcontext(), torchop.priority(...))`.
 
-    Operators in a compiled graph follow the order that applies when the graph runs. But if a
-    compiler inlined the kernel (`compile="inline"`), the graph contains the kernel that was chosen
-    during compilation.
+    Operators in a compiled graph follow the order that is active when the graph runs. The exception
+    is operators with `compile="inline"`: the compiler inlines their kernels, so the graph contains
+    the kernel that was chosen during compilation.
 
     Args:
         orders: a dict from operators to lists of provider names, as in `set_priority`.
         strict: whether to raise an error if no provider in the order supports a call. Otherwise,
-            the reference kernel runs even if the order does not contain `"reference"`.
+            the call falls back to the reference kernel, even if the order does not contain
+            `"reference"`.
         batch_invariant_only: whether to skip all providers that were not registered with
             `batch_invariant=True`. The reference kernel is always allowed.
         deterministic_only: whether to skip all providers that were registered with
@@ -355,7 +360,7 @@ class priority(Block):  # noqa: N801  (called like a function)
             kernel is always allowed.
         profile: whether profiles show the provider of each call, as in `mylib::rms_norm[triton]`.
 
-    If a flag is None, the flag of the enclosing block applies.
+    A flag that is None is inherited from the enclosing block.
 
     Raises:
         ProviderError: no operator of this name or pattern has this provider. This error is a
@@ -428,6 +433,7 @@ def _set_blocks(blocks: tuple[priority, ...]) -> None:
     if not blocks:
         open_blocks.set(_NOTHING_OPEN)
         return
-    # A backward in the thread of its caller finds the caller's blocks in both places.
+    # If a backward pass runs in the thread of its caller, the caller's blocks are in both places,
+    # so skip the duplicates.
     outer = (each for each in _blocks_of_backward().blocks if each not in blocks)
     open_blocks.set(OpenBlocks(_settings_of((*outer, *blocks)), blocks))

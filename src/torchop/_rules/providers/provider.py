@@ -47,17 +47,18 @@ class Selected(NamedTuple):
 class Provider(NamedTuple):
     """A named alternative to an operator's reference kernel, and the conditions for its use.
 
-    The reference kernel is the kernel that was registered without a provider's name.
-    `register_kernel` documents the other attributes.
+    The reference kernel is the kernel that was registered without a provider's name. See
+    `register_kernel` for the attributes that are not listed here.
 
     Attributes:
         devices: the device types that the kernel supports. None stands for every device.
-        why_unsupported: returns why the kernel cannot run in this process, or None if it can.
-        accepts: returns whether the kernel supports a call. It takes the call's positional
-            arguments, its keyword arguments, and whether a compiler is tracing the call. None if
-            the kernel supports all calls.
-        kernels: for each config, the kernel with the arguments of this config bound. Without
-            configs, it contains only `function`.
+        why_unsupported: a function that returns why the kernel cannot run in this process, or None
+            if it can.
+        accepts: a function that returns whether the kernel supports a call. It takes the call's
+            positional and keyword arguments, and whether a compiler is tracing the call. The
+            attribute is None if the kernel supports all calls.
+        kernels: one kernel per config, with the arguments of the config bound. If there are no
+            configs, this contains only `function`.
         written: the function as the author wrote it.
     """
 
@@ -83,8 +84,8 @@ class Provider(NamedTuple):
         return Selected(self.name, self.function) if takes else None
 
 
-# A call to `supports` that takes longer than this is slow. The limit is far above the usual few
-# microseconds, because the machine may be busy.
+# A call to `supports` counts as slow if it takes longer than this. The limit is far above the usual
+# few microseconds, so that calls on a busy machine do not count as slow.
 _SLOW_SECONDS = 0.05
 
 
@@ -289,7 +290,7 @@ def _support_check(
     slow: list[float] | None = []
 
     def note(taken: float) -> None:
-        """Warn once if three calls in a row were slow. A single slow call may import modules."""
+        """Warn once after three slow calls in a row. A single one may just be importing modules."""
         nonlocal slow
         if slow is not None:
             slow = [*slow, taken] if taken > _SLOW_SECONDS else []

@@ -23,7 +23,7 @@ class ProviderTable(NamedTuple):
     Attributes:
         by_device: maps each device type to its providers by name. The key None stands for every
             device.
-        removed: the names of former providers, whose library was closed.
+        removed: the names of providers that were removed because their library was closed.
         orders: the default orders of providers that the author set.
         reported: the skipped providers that were already reported to the user.
     """
@@ -66,8 +66,8 @@ class ProviderTable(NamedTuple):
             device: {name: other for name, other in known.items() if other is not provider}
             for device, known in self.by_device.items()
         }
-        # Forget that this provider was reported as skipped. If an order still names the provider,
-        # the next call that skips it reports this again.
+        # Forget that this provider was reported as skipped, so that the next call that skips it
+        # reports this again if an order still names the provider.
         self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
@@ -80,9 +80,9 @@ class ProviderTable(NamedTuple):
     ) -> Mapping[str | None, Function]:
         """Return the function to run on each device type: a kernel, or a `Choice` among kernels.
 
-        `references` contains the kernels registered without a provider. Only these kernels may run
-        on the `disabled` device types, which `set_kernel_enabled` has disabled. `prepare` wraps a
-        kernel to check the operator's arguments before calling it.
+        `references` contains the kernels registered without a provider. On the device types that
+        `set_kernel_enabled` has disabled, which are in `disabled`, only these kernels may run.
+        `prepare` wraps a kernel to check the operator's arguments before calling it.
         """
         functions = dict(references)
         for device in dict.fromkeys((*references, *self.by_device)):
@@ -116,7 +116,8 @@ class ProviderTable(NamedTuple):
     def cache_parts(self, op: OpName) -> Iterator[object]:
         """Yield everything that affects a compiler's choice of a kernel to inline.
 
-        The cache keys of compiled graphs contain these parts.
+        These parts become part of the cache keys of compiled graphs, so that a change recompiles
+        the graphs.
         """
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)

@@ -28,8 +28,8 @@ from torchop._rules.providers import measurements, priority
 from torchop._rules.providers.measurements import Measurement, TableError
 from torchop.extend import OpName, short_repr
 
-# Buckets are ranges of tensor sizes that share one measurement. Maps the name of an argument, and a
-# dimension of this argument, to the upper bounds of the buckets.
+# Buckets are ranges of tensor sizes that share one measurement. This maps argument names and
+# dimensions to the upper bounds of the buckets, as in {"x": {0: [1, 16, 256]}}.
 Buckets: TypeAlias = "Mapping[str, Mapping[int, Sequence[int]]]"
 
 
@@ -108,7 +108,8 @@ def find(
 def known(op: OpName, table: Path | None) -> Sequence[tuple[Measurement, str]]:
     """Return an operator's measurements, each with its source.
 
-    The measurements of this process come first. Next come the user's table and the author's table.
+    The measurements of this process come first, followed by the user's table and the author's
+    table, because `find` uses the first match.
     """
     user = users_table()
     sources = [(_own, "this process"), (_read(user) if user and user.exists() else (), str(user))]
@@ -142,8 +143,9 @@ def _read(path: Path) -> Sequence[Measurement]:
 def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """Return a text that describes a call's arguments, and a list of all tensor sizes.
 
-    The text is `Measurement.arguments`: it contains dtypes and plain values, and a `*` in place of
-    each tensor size. Raise UnknownKindError for other types of arguments.
+    The text has the format of `Measurement.arguments`: dtypes and plain values, with a `*` in place
+    of each tensor size. Raise UnknownKindError for arguments of other types, such as sparse
+    tensors.
     """
     sizes: list[Any] = []
 
@@ -226,9 +228,9 @@ def torch_release() -> str:
 def digest(function: Callable[..., Any]) -> str:
     """Return a digest of a kernel's source code, to detect whether the kernel has changed.
 
-    The digest also covers the functions in the same module that the kernel calls, and the global
-    variables that it uses if they are strings (such as C++ source code) or numbers. If a global
-    variable is a `Path`, the digest covers the contents of this file.
+    The digest also covers the functions in the same module that the kernel calls, and the strings
+    (such as C++ source code) and numbers among the global variables that it uses. If a global
+    variable is a `Path` of a file, the digest covers the contents of the file.
     """
     function = _written(function)
     if not isinstance(function, types.FunctionType):  # a builtin or callable object
