@@ -1,4 +1,4 @@
-"""Residuals: additional results of a kernel that only the backward uses."""
+"""Residuals: additional results of a kernel that only the backward pass uses."""
 
 from __future__ import annotations
 

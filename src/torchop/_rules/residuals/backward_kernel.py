@@ -49,10 +49,10 @@ class BackwardKernel(HelperOperator):
         check_callable(what, function)
         signature = signatures.signature(function)
         schema = definition.schema
-        # The indices of the forward's tensor results, in the schema. The first arguments of the
-        # helper operator are the gradients of these results.
+        # The indices of the operator's tensor results in the schema. The helper operator takes the
+        # gradients of these results as its first arguments.
         self.results = [n for n, kind in enumerate(schema.returns) if "Tensor" in kind]
-        # The forward's tensor arguments, in the order in which the helper operator returns their
+        # The operator's tensor arguments, in the order in which the helper operator returns their
         # gradients.
         self.differentiated = [a for a in schema.positional if a.holds_tensors]
         parameters = list(signature.parameters.values())
@@ -78,8 +78,7 @@ class BackwardKernel(HelperOperator):
     def _structured_grads(self, parameters: Sequence[Any]) -> list[Any] | None:
         """Return the annotations of the gradients, if the kernel takes them as structures.
 
-        A kernel may also take one gradient for each tensor in the results. In this case, return
-        None.
+        Return None if the kernel takes a separate gradient for each tensor in the results instead.
         """
         structure = self.definition.structure
         if structure is None:
@@ -194,8 +193,8 @@ class BackwardKernel(HelperOperator):
 
     @property
     def origin(self) -> Definition:
-        # The operator that runs in the forward. Sharding rules use it to derive the placements of
-        # the gradients.
+        # The operator that runs in the forward pass. Sharding rules derive the placements of the
+        # gradients from the rule of this operator.
         if not self.residuals:
             return self.definition
         return typing.cast(
@@ -212,7 +211,8 @@ class BackwardKernel(HelperOperator):
         """Define the operator `name__backward_kernel`.
 
         If the user has already registered a backward kernel with the same signature, reuse its
-        operator and replace only the kernel, because compiled graphs may call the operator.
+        operator and only replace the kernel, because existing compiled graphs may call this
+        operator.
         """
         before = self.definition.helpers.get(KIND)
         if before is not None and self._can_replace(before):
@@ -273,7 +273,8 @@ class BackwardKernel(HelperOperator):
     def _with_zeros(self, gradients: Sequence[Any], values: Mapping[str, Any]) -> Any:
         """Replace each gradient that is None with zeros in the shape of the argument.
 
-        A gradient stays None if the backward kernel does not take the argument.
+        A gradient stays None if the backward kernel does not take the argument, because its shape
+        is unknown then.
         """
         likes = (values.get(argument.name) for argument in self.differentiated)
         filled = tuple(map(_filled, self.differentiated, gradients, likes))
@@ -287,8 +288,8 @@ class BackwardKernel(HelperOperator):
         taken = [argument.name for argument in self.schema.positional[count:]]
         # One pair for each argument that gets a gradient: the position of the argument in `inputs`,
         # and the position of its saved value in `taken`. Only lists that may contain None need the
-        # saved value, to find the items that are None. For other arguments, the second position is
-        # None.
+        # saved value, to find out which items are None, so for all other arguments the second
+        # position is None.
         places = [
             (inputs.index(a), taken.index(a.name) if _may_hold_none(a) else None)
             for a in self.differentiated
@@ -309,7 +310,7 @@ class BackwardKernel(HelperOperator):
             known = dict(zip(self.outputs, results, strict=True))
             known |= {name: getattr(residuals, name) for name in self.residuals}
             known |= {**dict(zip(self.arguments, objects, strict=False)), **named}
-            # There are no gradients yet, so pass None in their place.
+            # The forward pass has no gradients yet, so pass None in their place.
             args: Any = (*[None] * self.count, *[known[name] for name in self.positional])
             kwargs = {name: known[name] for name in self.keywords}
             if self.declared_convention.structure is not None:
@@ -405,7 +406,8 @@ def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
     """Replace None in the gradient of an argument with zeros. `like` is the argument's value.
 
     An operator cannot return a list that contains None. So if the argument is a list that contains
-    None, the returned list has no entries for these items. `_with_none` inserts the entries again.
+    None, the returned list omits the gradients of these items, and `_with_none` inserts them again
+    later.
     """
     if not argument.is_tensor_list:
         return torch.zeros_like(like) if gradient is None and like is not None else gradient

@@ -26,10 +26,10 @@ _class_named: Callable[[str, Mapping[str, Any]], Any] = namedtuple
 
 
 class Declared:
-    """An operator's declared residuals, i.e. kernel outputs that only the backward uses.
+    """An operator's declared residuals, i.e. kernel outputs that only the backward pass uses.
 
     Attributes:
-        named: a namedtuple class. `setup_context` receives the residuals as an instance of it.
+        named: the namedtuple class in which `setup_context` receives the residuals.
         schema: a schema without arguments whose results are the residuals. A residual that is a
             structure, such as a tuple, is flattened, so each of its tensors is a separate result.
     """
@@ -76,8 +76,8 @@ class Declared:
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
         # Inside a `torchop.testing.checking` block, a wrapper of `formula.save` runs the checks.
-        # C++ code would bypass the wrapper, because it calls `setup_context` directly. So do not
-        # pass `setup_context` to C++ while checks run.
+        # C++ code would bypass this wrapper by calling `setup_context` directly, so do not pass
+        # `setup_context` to C++ while checks run.
         is_checked = checking.checker is not None
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)

@@ -1,9 +1,9 @@
 """Pass residuals from the kernel to the call that records a gradient.
 
-Residuals are outputs of the kernel that only the backward uses. The kernel cannot simply return
-them, because the dispatcher only passes on the results that the schema declares. So the call
-creates a `Request` for the current thread, and a wrapper of the kernel stores the residuals in this
-request.
+Residuals are kernel outputs that only the backward pass uses. A kernel cannot simply return them,
+because the dispatcher only passes on the results that the schema declares. Instead, the call
+creates a `Request` for the current thread, and a wrapper around the kernel stores the residuals in
+this request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Returned.__name__ = "residuals(...)"
 
 
 def residuals(output: Output, /, *saved: Any) -> Output:
-    """Return a result together with residuals: values that only the backward needs.
+    """Return a result together with residuals: values that only the backward pass needs.
 
     Use this in the kernels and the fake kernel of an operator that declares residuals, either with
     the argument `residuals` of `custom_op` or with `torchop.Residuals` in the return annotation.
@@ -41,8 +41,8 @@ def residuals(output: Output, /, *saved: Any) -> Output:
     need not compute them: see `records_gradient`.
 
     A vmap rule returns `torchop.residuals((output, out_dims), ...)` with the batch dimension of
-    each residual, or None for a residual that is not batched. To check that a residual with None is
-    not batched, torchop calls the fake kernel, so a fake kernel must be registered.
+    each residual, or None for a residual that is not batched. To verify that such a residual really
+    is not batched, torchop calls the fake kernel, so the operator needs one.
 
     Args:
         output: the result of the operator. In a vmap rule, the pair `(output, out_dims)`.
@@ -88,9 +88,9 @@ def _returned(output: Any, saved: Any) -> Any:
     return returned
 
 
-# For each thread id: the request for the next kernel that the thread runs, and whether the kernel
-# that it is running now must return residuals. The dict is empty while no thread has a request, so
-# other calls only need a fast check.
+# Maps each thread id to the request for the next kernel that the thread runs, and to whether the
+# kernel that it is running now must return residuals. While no thread has a request, the dict is
+# empty, so all other calls only pay for an emptiness check.
 _recording: dict[int, tuple[Request | None, bool]] = {}
 _NOTHING = (None, False)
 
@@ -98,19 +98,19 @@ _NOTHING = (None, False)
 def records_gradient() -> bool:
     """Return whether the running kernel must return residuals.
 
-    If this returns False, a kernel, fake kernel or vmap rule can skip computing residuals, because
-    no gradient is recorded, or because the backward does not use the residuals. This function also
-    returns False in operators without residuals, and outside of kernels.
+    If this returns False, a kernel, fake kernel or vmap rule can skip computing the residuals,
+    because either the call records no gradient, or the backward pass does not use them. In
+    operators without residuals and outside of kernels, this function always returns False.
 
-    In kernels that take microseconds, import the function by name, because the attribute lookup
-    `torchop.records_gradient` takes as long as the call.
+    In kernels that only take microseconds, import this function by name, because looking it up as
+    `torchop.records_gradient` takes as long as calling it.
 
     Example:
         >>> import torchop
         >>> torchop.records_gradient()
         False
 
-    Modeled after `ctx.needs_input_grad` in the forward of a `torch.autograd.Function`.
+    Modeled after `ctx.needs_input_grad` in the `forward` of a `torch.autograd.Function`.
     """
     return _records() if _recording else False
 
@@ -122,8 +122,8 @@ def _records() -> bool:
 class Request:
     """A request for the residuals of a call.
 
-    Only a kernel that was wrapped with the same `key` fulfills the request. The wrapper stores the
-    residuals in `saved`.
+    Only a kernel that `wrap_kernel` wrapped with the same `key` fulfills the request, by storing
+    the residuals in `saved`.
     """
 
     __slots__ = ("key", "saved")
@@ -186,8 +186,8 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
         waiting = None
         if request is not None and request.key is not key:  # for another operator's kernel
             request, waiting = None, request
-        # Clear the request, because the kernel may call the operator again, and the request
-        # is not meant for that call.
+        # Clear the request before running the kernel, because the kernel may call the operator
+        # recursively, and the inner call must not fulfill the request.
         _recording[thread] = waiting, request is not None
         try:
             result = function(*args, **kwargs)
@@ -207,8 +207,8 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
 def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
     """Make `records_gradient` return False in the kernel of an operator without residuals.
 
-    The kernel may be called by the kernel of another operator that must return residuals. Without
-    this wrapper, `records_gradient` would then return True in both kernels.
+    This matters if the kernel is called inside the kernel of another operator that must return
+    residuals. Without this wrapper, `records_gradient` would return True in both kernels.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function

@@ -1,6 +1,7 @@
 """Apply an operator's torch_dispatch rules to the training form `name__with_residuals`.
 
-The training form is a helper operator that also returns the operator's residuals.
+The training form is a helper operator that also returns the operator's residuals, which are kernel
+outputs that only the backward pass uses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The training form: a helper operator that also returns the residuals of an operator.
 
-Residuals are outputs of the kernel that only the backward uses. A call to the operator `name` that
-records a gradient calls `name__with_residuals` below autograd. So compiled graphs, modes and
-transforms see an ordinary operator, whose results include the residuals. The kernel and the fake
+Residuals are kernel outputs that only the backward pass uses. If a call to the operator `name`
+records a gradient, it calls `name__with_residuals` below autograd, so that compiled graphs, modes
+and transforms see an ordinary operator whose results include the residuals. The kernel and the fake
 kernel of the training form call the original operator and request the residuals.
 """
 
@@ -48,9 +48,9 @@ class WithResiduals(HelperOperator):
             residuals = [f"{kind} {name}" for kind, name in zip(residuals, names, strict=True)]
         self.further_results = residuals
         op = str(definition)
-        # `guard(places)` returns a function that replaces the saved tensors at these places, which
-        # are residuals, with tensors that raise if they are differentiated. The cache lets calls
-        # that save residuals at the same places share the function.
+        # `guard(places)` returns a function that replaces the residuals, which are the saved
+        # tensors at these places, with tensors that raise if they are differentiated. With the
+        # cache, calls that save residuals at the same places share this function.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         self.vmap_rule: Any = None
         self.is_counted = False
@@ -91,7 +91,7 @@ class WithResiduals(HelperOperator):
         declared, schema = self.declared, self.definition.schema
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
-            if isinstance(seen, Request):  # this is a native call
+            if isinstance(seen, Request):  # a native call, without the dispatcher
                 flat = declared.flat(seen)
                 declared.check_fresh(schema, inputs, keywords, output, flat)
                 given = declared.named(*seen.saved or ())
@@ -104,8 +104,8 @@ class WithResiduals(HelperOperator):
 
     def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
         """Store on `ctx` the positions of the residuals among the saved tensors."""
-        # Compare storages, because a saved tensor may be a view of a residual. In a transform,
-        # tensors have no storage, so compare the objects.
+        # Compare storages, because a saved tensor may be a view of a residual. Inside a functorch
+        # transform, tensors have no storage, so compare the tensor objects instead.
         memory = id if functorch.is_active() else storage_of
         given = set(map(memory, tensors_in(residuals)))
         saved = ctx.to_save or ()
@@ -137,8 +137,8 @@ class WithResiduals(HelperOperator):
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
         """Register a backward formula for `name__with_residuals`.
 
-        This is for nested torch.func transforms. The innermost transform calls
-        `name__with_residuals`, so the outer transforms must be able to differentiate that operator.
+        Nested torch.func transforms need this formula: the innermost transform calls
+        `name__with_residuals`, so the outer transforms must be able to differentiate this operator.
         """
         count = len(self.definition.schema.returns)
 

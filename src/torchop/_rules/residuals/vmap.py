@@ -1,8 +1,9 @@
 """Apply an operator's vmap rule to its training form `name__with_residuals`.
 
-The training form is a helper operator that also returns the operator's residuals. The vmap rule
-calls the operator with the whole batch. If a gradient is recorded, this module collects the
-residuals of that call, and the rule must return their batch dimensions.
+The training form is a helper operator that also returns the operator's residuals (kernel outputs
+that only the backward pass uses). The vmap rule calls the operator with the whole batch. If this
+call records a gradient, this module collects the residuals, and the rule must return their batch
+dimensions.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
-    # Calls whose batch dimensions were already checked. They are not checked again, because each
-    # check runs the fake kernel.
+    # The calls whose batch dimensions were already checked. Each check runs the fake kernel, so the
+    # same call is not checked twice.
     checked: set[Any] = set()
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -132,8 +133,8 @@ def _length(value: Any) -> int:
 class Calls(TorchFunctionMode):
     """A mode that calls `name__with_residuals` instead of `name` and collects the residuals.
 
-    A `TorchFunctionMode` handles a call before transforms, other modes and autograd do. So all of
-    them see a call to `name__with_residuals`.
+    A `TorchFunctionMode` intercepts a call before transforms, other modes and autograd, so all of
+    these see a call to `name__with_residuals`.
     """
 
     def __init__(self, form: Any) -> None:

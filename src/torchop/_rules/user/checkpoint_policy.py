@@ -1,8 +1,8 @@
 """Checkpoint policies: whether the results of an operator are saved or recomputed.
 
-PyTorch itself has no policies for operators. It only calls the policy function that the user passed
-for the checkpointed region. In torchop, an operator's policy takes precedence over the region's
-policy, unless only the region's policy is a `MUST_...` policy.
+PyTorch itself has no policies for single operators: it only calls the policy function that the user
+passed for the checkpointed region. In torchop, an operator's policy takes precedence over the
+policy of the region, unless only the region's policy is a `MUST_...` policy.
 """
 
 from __future__ import annotations
@@ -80,12 +80,11 @@ def register_checkpoint_policy(
     *,
     lib: torch.library.Library | None = None,
 ) -> Registered:
-    """Register whether the operator's results are saved for the backward or recomputed.
+    """Register whether the operator's results are saved for the backward pass or recomputed.
 
     The policy applies in compiled code, and in all regions that use
     `torch.utils.checkpoint.create_selective_checkpoint_contexts`. If the region's own policy
-    function returns a `MUST_...` policy, the region's policy takes precedence over a `PREFER_...`
-    policy of the operator.
+    function returns a `MUST_...` policy, this overrides a `PREFER_...` policy of the operator.
 
     Args:
         op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

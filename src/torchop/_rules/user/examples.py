@@ -19,8 +19,9 @@ Valid = Callable[..., bool]
 class Examples(NamedTuple):
     """The sample inputs of an operator.
 
-    Each call of `make` yields the examples with new tensors. `valid` takes the arguments of a call
-    and returns whether the call is valid. If it is None, all calls are valid.
+    Each call of `make` yields the examples with new tensors. `valid` takes the operator's arguments
+    and returns whether the operator accepts them. If `valid` is None, the operator accepts all
+    arguments.
     """
 
     make: Callable[[], Iterable[Any]]
@@ -44,8 +45,8 @@ class _ExamplesRule(Rule[Examples]):
     def valid(self, op: OpOverload) -> Valid | None:
         """Return an operator's function `valid`, or None if all calls are valid.
 
-        An in-place or out= form that torchop derived uses the function of the functional operator,
-        unless it has a `valid` of its own.
+        A derived in-place or out= form uses the `valid` of the functional operator, unless one was
+        registered for the form itself.
         """
         own = self.lookup(op).valid if self.has(op) else None
         if own is not None:
@@ -112,7 +113,7 @@ def make_examples(op: OpLike) -> list[Example]:
 def operator_of_examples(op: OpLike, caller: str) -> Operator:
     """Return an operator with its handle, i.e. the object that `custom_op` returned, if any.
 
-    Examples may contain structures such as dataclasses, and only a handle accepts these.
+    Examples may contain structures such as dataclasses, which only a handle accepts.
     """
     return Operator(Operator(op, caller).handle or op, caller)
 

@@ -42,7 +42,7 @@ class _FlopFormulaRule(Rule[Count]):
 
     def attach(self, op: OpOverload) -> None:
         def count(*call: Any) -> Any:
-            # A mode that started before the operator was deregistered still has this function.
+            # A mode that was entered before the operator was deregistered may still call this.
             return 0 if torch_ops.is_deregistered(op) else self.lookup(op)(*call)
 
         if not flop_counter.add_count(op, count):

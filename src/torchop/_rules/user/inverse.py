@@ -23,9 +23,10 @@ __all__ = ["inverse", "right_inverse"]  # public names
 class Inverse(NamedTuple):
     """A registered inverse or right inverse, with everything that calls need.
 
-    All fields are computed at registration, because compilers trace `torchop.inverse`, and tracing
-    the computation could fail. `call` fills in the operator's default values. `required` contains
-    the arguments without a default, except the first, and `results` is the number of results.
+    All fields are computed at registration time, because compilers trace `torchop.inverse` and
+    might fail to trace this computation. `call` fills in the operator's default values. `required`
+    contains the arguments without a default, except the first, and `results` is the number of
+    results.
     """
 
     name: str
@@ -86,9 +87,9 @@ def register_inverse(
         op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: the inverse, called as `fn(output, *rest)`. `output` is the result of a call to the
-            operator, and `rest` are the other arguments of this call, without the first. Compilers
-            and transforms see the PyTorch operators that `fn` calls, because `torchop.inverse`
-            calls `fn` directly.
+            operator, and `rest` are all arguments of this call except the first. `torchop.inverse`
+            calls `fn` directly, so compilers and transforms see the PyTorch operators that `fn`
+            calls.
         lib: the library that owns the registration: closing it removes the registration. By
             default, the registration lasts as long as the operator.
 
@@ -119,21 +120,21 @@ def register_right_inverse(
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Return the inverse of an operator: `inverse(op)(op(x, *rest), *rest)` is `x`.
 
-    The returned function calls the function that was registered with `register_inverse`, and passes
-    the operator's default values for missing arguments. Compilers, vmap and autograd see the
-    operators that the registered function calls, so these operators must support them. If you
-    register another inverse later, the returned function does not change.
+    The returned function calls the function that was registered with `register_inverse`, and fills
+    in the operator's default values for missing arguments. Compilers, vmap and autograd see the
+    operators inside the registered function, so these operators must support them. Registering
+    another inverse later does not affect functions that were already returned.
 
     Args:
         op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload. It may also be a `functools.partial` that binds arguments of
-            an operator by keyword, or a list or tuple of operators and partials. A list means that
-            its operators are called in order, each with the result of the previous one. The inverse
-            then undoes the last operator first.
+            an operator by keyword, or a list or tuple of operators and partials. A list stands for
+            calling its operators in order, each with the result of the previous one, so the inverse
+            undoes the last operator first.
 
     Returns:
-        A function that takes the output of a call, followed by the arguments of this call without
-        the first, and returns the first. For a sequence, it takes only the output.
+        A function that takes the output of a call, followed by all arguments of this call except
+        the first, and returns the first argument. For a sequence, it only takes the output.
 
     Raises:
         MissingRuleError: an operator has no inverse.

@@ -1,4 +1,4 @@
-"""Sharding rules: they define how DTensor can run an operator on the shards of its arguments."""
+"""Sharding rules, which define how DTensor can run an operator on the shards of its arguments."""
 
 from torchop._rules.user.sharding.notation import sharding
 from torchop._rules.user.sharding.rule import SHARDING as SHARDING

@@ -13,8 +13,8 @@ from torchop.extend import Argument, OpOverload, Schema, short_repr
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
 # Error messages suggest 'replicate', because it is correct for every operator. They must not
-# suggest a rule in which every operand is '...'. That rule fits every schema too, but declares the
-# operator as pointwise.
+# suggest a rule in which every operand is '...': it would also fit every schema, but it declares
+# that the operator is pointwise.
 IN_DOUBT = "If in doubt, write 'replicate': it is right for every operator."
 
 
@@ -42,8 +42,8 @@ def preset(name: str, schema: Schema) -> Sharding:
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
     """Check that a sharding rule fits a schema, and return a copy with all operands filled in.
 
-    If one side of the rule is empty, and the schema has one tensor on that side, the empty side
-    describes a 0-dim tensor.
+    An empty side of the rule, as in "b ->", describes a 0-dim tensor if the schema has one tensor
+    on that side.
     """
     arguments, results = tensor_arguments(schema), tensor_results(schema)
     fitting = copy.copy(rule)
@@ -154,9 +154,9 @@ def _count(number: int, noun: str) -> str:
 def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Sharding) -> None:
     """Raise if the operator's mutations contradict the sharding rule.
 
-    A reduction over a dimension that a mutated argument lacks is impossible, because each rank
-    would write only its part of the sum. A result that is a mutated argument must be placed like
-    the argument.
+    The rule cannot reduce a dimension that a mutated argument lacks, because each rank would only
+    write its part of the sum. If a result is a mutated argument, both must have the same operand,
+    because they are the same tensor.
     """
     arguments = tensor_arguments(schema)
     written = {

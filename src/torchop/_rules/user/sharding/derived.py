@@ -5,14 +5,14 @@ replace it in compiled graphs, for example `name__backward`. In this package, a 
 shard a call: it lists the placements of all tensors of the call on one dimension of the device
 mesh.
 
-An in-place or out= form copies the result of the functional operator into a tensor. If this tensor
-has the same placement as the result, each rank can write to its own shard.
+An in-place or out= form copies the result of the functional operator into a tensor. This tensor
+must have the same placement as the result, so that each rank can write to its own shard.
 
-The helper operators for the backward use transposed rows. Each rank differentiates the forward on
-its own shards, so a gradient is sharded like the tensor that it belongs to. There are two
-exceptions. A replicated input affects the results of every rank, so its gradient is a sum over the
-ranks, i.e. Partial. A Partial result is already a sum over the ranks, so every rank needs the whole
-gradient, i.e. the gradient is replicated.
+The helper operators for the backward pass use transposed rows. Each rank differentiates the forward
+call on its own shards, so a gradient is usually sharded like the tensor that it belongs to. There
+are two exceptions. A replicated input affects the results of every rank, so its gradient is a sum
+over the ranks, i.e. Partial. A Partial result is already a sum over the ranks, so every rank needs
+the whole gradient, i.e. the gradient is replicated.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def _number_of(op: OpOverload) -> str:
 def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
     """Return the rows of `name`, with a replicated placement for the additional last result.
 
-    This result is the ambient state of the forward, such as the states of random number generators.
+    This result is the ambient state of the forward pass, such as the states of random number
+    generators.
     """
     if any("List[" in str(result.real_type) for result in origin._schema.returns):
         raise ShardingError(
@@ -146,7 +147,8 @@ def _backward_kernel(
     """Transpose the rows of the forward call to get the rows of `name__backward_kernel`.
 
     If the backward kernel does not take all arguments of the forward call, the forward call cannot
-    be reconstructed. In this case, replicate all tensors, so every rank computes everything.
+    be reconstructed. In this case, fall back to replicating all tensors, so that every rank
+    computes everything.
     """
     forward = _forward_of(origin, op, call)
     if forward is None:
@@ -232,7 +234,7 @@ def is_transposable(row: Row) -> bool:
 
 
 def gradients_of_results(placements: Sequence[Any]) -> list[Any]:
-    """Return the placements of the gradients that the backward receives for the results."""
+    """Return the placements of the gradients that the backward pass receives for the results."""
     from torch.distributed.tensor import Replicate  # slow import
 
     return [Replicate() if placement.is_partial() else placement for placement in placements]

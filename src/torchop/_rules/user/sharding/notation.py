@@ -62,7 +62,7 @@ class Sharding:
 
     Attributes:
         residuals: the operands after ';', for the residuals (kernel outputs that only the backward
-            uses). None if the text has no ';'.
+            pass uses). None if the text has no ';'.
         whole: the names of dimensions that are never sharded.
         reduce: maps the name of a dimension that a result lacks to the reduction that combines the
             ranks' partial results.
@@ -117,8 +117,9 @@ class Sharding:
     def saving(self, count: int) -> Sharding | None:
         """Return the rule for calls that also return `count` residuals.
 
-        Return None if this rule has no operands for residuals. The returned rule has no `linear`:
-        if an argument is Partial, linearity makes the result Partial too, but not the residuals.
+        Return None if this rule has no operands for residuals. The returned rule has no `linear`,
+        because linearity only guarantees that a Partial argument makes the results Partial, not the
+        residuals.
         """
         if self.residuals is None:
             return None

@@ -63,7 +63,7 @@ def rows(
         if not (all(has_it) or reduction) or any(name not in named.names for named in written):
             continue  # the dimension cannot be sharded
         size = _size(op, rule, name, named_inputs, (*named_outputs, *written))
-        # A tensor whose dimension of size 1 is broadcast cannot be sharded, so replicate it.
+        # A tensor that is broadcast along this dimension only has size 1 there, so replicate it.
         placed: list[Any] = [
             Shard(named.names.index(name))
             if name in named.names and not _is_broadcast(named, name, size)

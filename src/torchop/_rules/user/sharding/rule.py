@@ -54,14 +54,14 @@ def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
     """Return the rows, i.e. the ways to shard a call, that a rule allows.
 
     If the call has more results than the schema declares, the additional results are residuals
-    (kernel outputs that only the backward uses).
+    (kernel outputs that only the backward pass uses).
     """
     from torchop._rules.user.sharding.rows import CallTensor, rows  # rarely used
 
     arguments, returns = op._schema.arguments, op._schema.returns
     count = len(call.results) - len(returns)
-    # If the operator returns a list, DTensor counts each tensor in the list as a result. In this
-    # case, a larger count does not mean that the call has residuals.
+    # If the operator returns a list, DTensor counts each tensor in the list as a result, so
+    # additional results do not mean that the call has residuals.
     if count > 0 and all("List[" not in str(result.real_type) for result in returns):
         rule = _with_residuals(op, rule, count)
     holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]
@@ -158,7 +158,7 @@ class _ShardingRule(Rule[ShardingRule]):
             dtensor_strategies.remember_results()
         except (AttributeError, ImportError) as error:
             # Do not raise here, because a compiler may import DTensor in a program that shards
-            # nothing. The next registration of a sharding rule raises the error.
+            # nothing. Instead, the next registration of a sharding rule raises the error.
             self._unsupported = error
             return
         for op in list(self._registrations):
@@ -183,8 +183,8 @@ class _ShardingRule(Rule[ShardingRule]):
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
         origin, kind = op, ""
-        # Find the operator that is not derived from another operator. A helper operator may itself
-        # have helper operators, so this may take several steps.
+        # Find the original operator, which is not derived from another one. This may take several
+        # steps, because a helper operator may itself have helper operators.
         while (derived := self.origin(origin)) is not None:
             origin, kind = derived
         called = origin if kind in ("training", "backward") else op  # the operator that users call
