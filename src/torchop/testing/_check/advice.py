@@ -1,4 +1,4 @@
-"""Describe a finding to the author of an operator: the fault, the place, and the fix."""
+"""Describe a finding to the author of an operator: the bug, its location, and the fix."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torchop.testing._check.findings import Finding, Result
 
 
 class Advice(NamedTuple):
-    """The fault that a check finds, and the fix. `{x}` stands for the name of an argument.
+    """The bug that a check finds, and how to fix it.
 
-    `of` is the part of the operator that has the fault: `"kernel"`, `"fake"` or `"formula"`.
+    In `fix`, `{x}` is a placeholder for the name of an argument. `of` is the part of the operator
+    that contains the bug: `"kernel"`, `"fake"` or `"formula"`.
     """
 
     fault: str
@@ -27,7 +28,7 @@ _STRIDES = "Read {x} by its strides and storage offset, or call {x}.contiguous()
 _SIZES = "Handle {x} of this size, or raise an error."
 _FAKE = "Make each result in the fake kernel as the kernel does, with the same "
 _FORMULA = "Correct the gradient of {x} in the formula."
-# Maps patterns of checks to advice. The first pattern that matches applies.
+# Maps patterns of check names to advice. The first matching pattern wins.
 _ADVICE: dict[str, Advice] = {
     "contracts.schema: write": Advice(
         "A call writes into an argument that the schema does not declare as mutated.",
@@ -164,7 +165,7 @@ def _advice(result: Result) -> Advice:
 
 
 def finding_in_words(operator: Operator, finding: Finding) -> str:
-    """Describe a finding: the operator, the fault, the evidence, the place, the fix and a call."""
+    """Return a message with the operator, the bug, its location, a fix and a failing call."""
     result, others = finding
     advice = _advice(result)
     also = f"; also fails: {', '.join(others)}" if others else ""
@@ -183,7 +184,7 @@ def finding_in_words(operator: Operator, finding: Finding) -> str:
 
 
 def followup_in_words(operator: Operator, result: Result, first: Result) -> str:
-    """Describe a failure that `first`, a failure of the same operator, probably explains."""
+    """Describe a failure that probably has the same cause as `first`, an earlier failure."""
     return (
         f"{operator}: {result.check} probably fails for the same reason as {first.check}. Correct "
         f"{first.check} first.\n  found: {result.message}"
@@ -191,7 +192,7 @@ def followup_in_words(operator: Operator, result: Result, first: Result) -> str:
 
 
 def _argument(operator: Operator, result: Result) -> str:
-    """Return the name of the argument that a message mentions, or else of the first tensor."""
+    """Return the argument that the failure message mentions, or else the first tensor argument."""
     tensors = [a.name for a in operator.schema.arguments if "Tensor" in a.kind]
     number = re.search(r"gradient at index (\d+)", result.message)
     if number and int(number[1]) < len(operator.schema.arguments):

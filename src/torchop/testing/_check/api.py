@@ -30,15 +30,16 @@ def check(
 ) -> CheckReport:
     """Check an operator for many kinds of inputs and uses, starting from a few example calls.
 
-    `check` generates variants of the examples: other memory layouts, sizes, dtypes and values, and
-    arguments that share memory. It compares the results for each variant with a call on contiguous
-    copies of the arguments, or with a reference. It compares gradients with finite differences,
-    `vmap` with a loop, and compiled and exported programs with eager mode. Other checks detect
-    undeclared writes, calls that affect later calls, and leaks. If a check fails, `check` searches
-    for a smaller example that also fails, and prints a program that reproduces the failure.
+    `check` generates variants of the examples with other memory layouts, sizes, dtypes and values,
+    and with arguments that share memory. It compares the results of each variant with a call on
+    contiguous copies of the arguments, or with a reference. Gradients are compared with finite
+    differences, `vmap` with a loop, and compiled and exported programs with eager mode. Other
+    checks detect undeclared writes, leaks, and calls that affect later calls. If a check fails,
+    `check` searches for a smaller example that also fails, and prints a program that reproduces
+    the failure.
 
-    If the operator has providers, i.e. alternative kernels, `check` compares the kernel of each
-    provider with the reference kernel. It also verifies the properties that the provider declares.
+    If the operator has providers (alternative kernels), `check` also compares the kernel of each
+    provider with the reference kernel, and verifies the properties that the provider declares.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -78,10 +79,10 @@ def check(
         Traceback (most recent call last):
         torchop.testing.OpCheckError: docs::flat_sum: 1 failed ...
 
-    `check` runs in the calling process. If a kernel crashes or hangs, so does the whole program.
-    The traceback of a crash contains the name of the check. The pytest plugin and
-    `python -m torchop check` use worker processes instead. `check` resets `torch.compile`, so
-    compiled functions are compiled again in their next call.
+    `check` runs in the calling process, so a kernel that crashes or hangs takes the whole program
+    with it. The traceback of a crash contains the name of the check. To survive crashes, use the
+    pytest plugin or `python -m torchop check`, which run the checks in worker processes. `check`
+    also calls `torch.compiler.reset`, so compiled functions are recompiled in their next call.
 
     The checks of layouts and dtypes are modeled on PyTorch's OpInfo.
     """
@@ -121,8 +122,8 @@ def _seconds(budget: float | None) -> float:
 def _report_crashes() -> Iterator[None]:
     """Make faulthandler print a traceback if a kernel crashes the process.
 
-    The traceback shows which check was running, because `run_check` calls a function named after
-    the check.
+    `run_check` names one of its functions after the current check, so the traceback shows which
+    check crashed.
     """
     was_enabled = faulthandler.is_enabled()
     if not was_enabled:

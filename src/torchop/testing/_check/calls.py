@@ -1,6 +1,6 @@
-"""Make one call of an operator, and record its effects for probes.
+"""Make one call of an operator and record its effects for probes.
 
-A probe is a function that raises if it finds a fault in the operator.
+A probe is a function that raises an exception if it finds a bug in the operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchop.testing.process_state import forks, restored, seed_torch
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error, because the check does not fail)
-    """Raised if a check cannot be run, or if a variant does not apply to an example."""
+    """Raised to skip a check that cannot run, or a variant that does not apply to an example."""
 
 
 class Refused(CannotCheck):
@@ -33,11 +33,11 @@ class Refused(CannotCheck):
 
 
 class ValidError(ValueError):
-    """Raised if the predicate `valid` of `register_examples` raised or did not return a bool."""
+    """Raised if the `valid` predicate of `register_examples` fails or does not return a bool."""
 
 
 class ForkError(Exception):
-    """Recorded as the error of a call that forks the process, so that the call is not repeated."""
+    """Recorded as the error of a call that forked the process, so that it is not made again."""
 
 
 REJECTED = "'valid' of register_examples rejects it"
@@ -46,10 +46,10 @@ REJECTED = "'valid' of register_examples rejects it"
 def breaks_contract(error: BaseException) -> bool:
     """Return whether an exception reports that the kernel violated its schema.
 
-    A kernel may raise any other exception to reject arguments.
+    Any other exception only means that the kernel rejects the arguments.
     """
     ours = isinstance(error, (AliasError, ResultError, UndeclaredMutationError))
-    # These words are part of the error message of torch.library.custom_op.
+    # torch.library.custom_op raises a RuntimeError, so recognize it by its message.
     return ours or "may not alias any inputs to this custom operator" in text_of(error)
 
 
@@ -80,7 +80,7 @@ class Example(NamedTuple):
         return Example(*probes.copies(tuple(self)))
 
     def equals(self, other: Example) -> bool:
-        """Return whether all tensors have the same values, regardless of their layouts."""
+        """Return whether all tensors have equal values, even if their layouts differ."""
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(torch.equal(a, b) for a, b in pairs if probes.is_plain(a) and probes.is_plain(b))
 
@@ -109,12 +109,16 @@ def is_valid(op: OpOverload, example: Example) -> bool:
 class Record:
     """The effects of one call.
 
-    `outcome` holds copies of the results and of the arguments that the operator writes to. `given`
-    holds the arguments that were passed, in their state after the call. `swapped` is an exception
-    if the call replaced the storage or the strides of an argument that it may write to. `mutation`
-    is an exception if the call made any mutation that the schema does not declare, including the
-    mutations in `swapped`. If the call changed memory outside of an argument, `around` is the name
-    of the first such argument.
+    Attributes:
+        result: the return value.
+        outcome: copies of the results and of the arguments that the operator writes to.
+        given: the arguments, in their state after the call.
+        error: the exception that the call raised, if any.
+        swapped: an exception if the call replaced the storage or the strides of an argument that
+            it may write to.
+        mutation: an exception if the call made any mutation that the schema does not declare,
+            including the mutations in `swapped`.
+        around: the name of the first argument around which the call changed memory, if any.
     """
 
     result: Any = None
@@ -127,17 +131,17 @@ class Record:
 
 
 class Call:
-    """One call of an operator. The call is made when `record` is first read.
+    """One call of an operator, which is made lazily when `record` is first read.
 
     During this call, `torch.empty` returns memory filled with NaN or with the largest integer.
-    Probes compare the results with a second call, during which `torch.empty` returns zeros. The
-    results differ if the kernel leaves elements of the results uninitialized.
+    Probes compare the results with a second call during which `torch.empty` returns zeros. If the
+    two results differ, the kernel does not write every element.
     """
 
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         self.op, self.example = op, Example(tuple(args), dict(kwargs or {}))
         self.schema = Schema(op._schema)
-        # The record of the same call with the reference kernel, if that call was made.
+        # The record of the same call with the reference kernel, or None before that call is made.
         self.reference: Record | None = None
 
     @property
@@ -163,22 +167,19 @@ class Call:
         return [name for name, tensor in pairs if tensor.requires_grad]
 
     def again(self, example: Any = None) -> list[Any]:
-        """Call the operator with copies of the arguments, or of `example`.
+        """Call the operator on copies of the arguments, or of `example`, and return the outcome.
 
-        Return the outcome, i.e. the results and the arguments that the operator writes to.
+        The outcome consists of the results and of the arguments that the operator writes to.
         """
         return probes.outcome_of_copies(self.op, *(self.example if example is None else example))
 
     def function(self) -> tuple[Any, list[Tensor]]:
-        """Turn the call into a function of the tensors that require grad.
-
-        Return the function and these tensors.
-        """
+        """Return the call as a function of the tensors that require grad, and these tensors."""
         return probes.as_function(self.op, *self.example.copy())
 
-    # Probes must use the following three methods to change values, because these methods call the
-    # `valid` predicate of `register_examples`. Only finite differences may bypass `valid`, because
-    # their steps are tiny.
+    # Probes must change values through the following three methods, which apply the `valid`
+    # predicate of `register_examples`. The only exception is finite differences, whose steps are
+    # too small to matter.
 
     def changed(self, change: Callable[[Tensor], Any]) -> Example:
         return self.valid(self.example.map(change))
@@ -189,10 +190,10 @@ class Call:
         return example
 
     def other_values(self, steps: int = 1) -> Example:
-        """Return the example with the elements of its tensors rotated.
+        """Return the example with the elements of each tensor rotated.
 
-        If the `valid` predicate of `register_examples` rejects the result, return the example
-        unchanged.
+        If the `valid` predicate of `register_examples` rejects the rotated tensors, return the
+        example unchanged.
         """
         example = Example(*probes.other_values(tuple(self.example), steps))
         return example if is_valid(self.op, example) else self.example
@@ -217,8 +218,8 @@ class Call:
             return Record(error=ForkError("a call forks the process"), given=given)
         around = ""
         for name, tensor, (shape, memory) in zip(self.names, given.tensors, before, strict=True):
-            # An operator may enlarge an out= argument, which then covers memory that surrounded it
-            # before. So compare the surrounding memory only if the shape is still the same.
+            # An operator may resize an out= argument, which may then cover memory that used to
+            # surround it. So compare the surrounding memory only if the shape has not changed.
             is_same = tensor.shape == shape
             if is_same and not torch.equal(probes.memory_around(tensor, writable), memory):
                 around = around or name
@@ -231,10 +232,10 @@ class Call:
 
     @functools.cached_property
     def contiguous(self) -> list[Any]:
-        """The outcome of a call on contiguous copies. In this call, `torch.empty` returns zeros."""
+        """The outcome of a call on contiguous copies, during which `torch.empty` returns zeros."""
         outcomes: list[list[Any]] = [[]]
-        # A NaN may come from uninitialized memory, so repeat a call that returns NaN. Hold on to
-        # the outcomes of all calls, so that each call must allocate different memory.
+        # A NaN may come from uninitialized memory, so repeat a call that returns NaN. Keep the
+        # outcomes of all calls alive, which forces each call to allocate different memory.
         while len(outcomes) == 1 or (_have_nan(outcomes[-1]) and len(outcomes) < 8):
             example = probes.contiguous_copies(tuple(self.example))
             probes.free_zeros(probes.tensors_of((example, outcomes[-1])))
@@ -254,7 +255,7 @@ def _raised(check: Callable[[object], None], name: str) -> Exception | None:
 
 def _have_nan(values: Any) -> bool:
     tensors = map(probes.dense, probes.tensors_of(values))
-    # Skip floating-point dtypes of 8 bits or fewer, because PyTorch cannot compare them.
+    # PyTorch cannot compare floating-point dtypes of 8 bits or fewer, so skip them.
     return any(t.is_floating_point() and t.itemsize > 1 and t.isnan().any() for t in tensors)
 
 
@@ -278,5 +279,5 @@ def text_of(error: BaseException | None) -> str:
 
 
 def reason(error: BaseException | None) -> str:
-    """Return the class and the message of an exception in one line."""
+    """Format the class and the message of an exception on one line."""
     return f"{type(error).__name__}: {short_text(text_of(error) or '(no message)')}"

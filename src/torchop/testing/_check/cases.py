@@ -1,4 +1,4 @@
-"""Cases and variants. A case is one call that a check makes. A variant generates cases."""
+"""Cases, which are single calls that a check makes, and variants, which generate cases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torchop.testing._check.calls import Example
 
 Details: TypeAlias = dict[str, Any]
-# A function that converts an example to the arguments of a call, e.g. by transposing its tensors.
+# Converts an example to the actual arguments of a call, e.g. by transposing its tensors.
 Arrangement: TypeAlias = Callable[[Example], Example]
 
 
@@ -17,9 +17,9 @@ Arrangement: TypeAlias = Callable[[Example], Example]
 class Variant:
     """A way to generate cases from the author's examples, such as transposing tensors.
 
-    `make(subject, example)` yields the cases for one example, or raises CannotCheck. `make` is
-    called for at most `most` examples. `group` is the kind of change, such as `"layout"`. Failures
-    in the same group often have the same cause.
+    `make(subject, example)` yields the cases for one example, or raises CannotCheck if the variant
+    does not apply. It is called for at most `most` examples. `group` is the kind of change, such as
+    `"layout"`, and is used to group failures, since one bug often affects a whole kind of change.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call that a check makes, with a probe that raises if it finds a fault in the operator.
+    """One call that a check makes, with a probe that raises if it finds a bug in the operator.
 
-    `arrange` converts `example` to the arguments of the call, or raises CannotCheck. `options`
-    contains the keyword arguments of the probe, or is a function that returns the keyword arguments
-    for the arguments of the call. If `calls` is true, the probe runs only after the call has
-    succeeded. If `shrink` is true and the case fails, `check` searches for a smaller example.
+    `arrange` converts `example` to the arguments of the call, or raises CannotCheck. `options` are
+    the keyword arguments of the probe, or a function that computes them from the arguments of the
+    call. If `calls` is true, the probe runs only if the call succeeds. If `shrink` is true and the
+    case fails, `check` searches for a smaller example that also fails.
     """
 
     label: str

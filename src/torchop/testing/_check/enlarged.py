@@ -1,4 +1,4 @@
-"""Variants that enlarge a single dimension of a single tensor."""
+"""Variants that enlarge one dimension of a single tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop.testing._check.subject import Subject
 
 
 def uneven(subject: Subject, example: Example) -> Iterator[Case]:
-    """Enlarge one dimension of one tensor in a list, so that its size differs from the others."""
+    """Enlarge one dimension of the last tensor in a list, so that the tensors differ in size."""
     names = subject.names(example)
     places = [p for p, t in enumerate(example.tensors) if "[" in names[p] and probes.is_plain(t)]
     if len(places) < 2:
@@ -27,11 +27,12 @@ def uneven(subject: Subject, example: Example) -> Iterator[Case]:
 
 
 def unequal(subject: Subject, example: Example) -> Iterator[Case]:
-    """Enlarge one dimension of one tensor that is as large as another dimension of this tensor.
+    """Make a tensor with two equal dimensions, such as a square matrix, non-square.
 
-    Rules that confuse the dimensions are right for square matrices.
+    A formula or fake kernel that mixes up two dimensions is still correct for square matrices, so
+    the original example would not catch it.
     """
-    # Kernels in C++ may read out of bounds if tensors do not fit together.
+    # C++ kernels may read out of bounds if the shapes of their arguments do not match.
     if subject.operator.function is None:
         raise CannotCheck("the kernel is not a Python function")
     names = subject.names(example)

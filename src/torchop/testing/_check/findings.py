@@ -1,4 +1,4 @@
-"""Results of checks, and findings. A finding groups failures that have the same cause."""
+"""Results of checks, and findings, which group failures that have the same cause."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Result:
         return self.check.partition("[")[2].rstrip("]")
 
 
-# Checks that compare results. All of these checks fail if an operator returns incorrect results for
-# the unmodified examples.
+# The checks that compare results. If an operator returns incorrect results even for the unmodified
+# examples, all of these checks fail.
 _COMPARE = (
     *("memory.*", "values.*", "sharing.*", "dtypes.numbers", "dtypes.half", "dtypes.double"),
     *("contracts.state", "contracts.num_threads", "contracts.defaults", "providers.*"),
@@ -80,8 +80,8 @@ _OF_GRADIENTS = (
     "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
-# Maps each check to the checks whose failures it probably explains. It explains them only if it
-# fails even for the unmodified example. Some keys also name the kind of failure (see `_key`).
+# Maps each check to the checks whose failures it probably explains, provided that it fails even for
+# the unmodified example. Some keys also name the kind of failure (see `_key`).
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.schema: write": (*_OF_GRADIENTS, "sharing.*", "subsystems.vmap*"),
@@ -111,9 +111,10 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
 
 
 class Finding(NamedTuple):
-    """One fault of an operator. `failure` shows the fault most clearly.
+    """One bug of an operator, with all failures that it causes.
 
-    `others` contains the names of other checks that fail because of the same fault.
+    `failure` is the failure that shows the bug most clearly. `others` contains the names of the
+    other checks that fail because of the same bug.
     """
 
     failure: Result
@@ -121,9 +122,10 @@ class Finding(NamedTuple):
 
 
 def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
-    """Group failures with the same cause. The first failure of a group is the clearest.
+    """Group failures that have the same cause, with the clearest failure of each group first.
 
-    Failures for dtypes that do not occur in the author's examples come last.
+    Failures of `dtypes.accepted` and `dtypes.promotion` come last, because they may concern dtypes
+    that the author's examples do not use.
     """
     groups: list[list[Result]] = []
     for failure in sorted(failures, key=_clarity):
@@ -136,12 +138,12 @@ def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
 
 
 def explaining(failure: Result, earlier: Sequence[Result]) -> Result | None:
-    """Return the first of the `earlier` failures that probably has the same cause, or None."""
+    """Return the first `earlier` failure that probably has the same cause, or None."""
     return next((one for one in earlier if _explains(one, failure)), None)
 
 
 def _clarity(failure: Result) -> int:
-    """Return the sort key of a failure. Failures that show their cause clearly come first."""
+    """Return a sort key that puts the failures with the most obvious cause first."""
     check = failure.check.partition("[")[0]
     if check == "memory.uninitialized" or _key(failure) == "subsystems.saved: incoming":
         return 0
@@ -151,9 +153,8 @@ def _clarity(failure: Result) -> int:
 def _key(failure: Result) -> str:
     check = failure.check.partition("[")[0]
     if check == "contracts.schema" and "UndeclaredMutationError" in failure.message:
-        # Other checks pass copies of the arguments to each call, so an undeclared write does not
-        # change the results in those checks. But an operator that swaps the storage of an argument
-        # does change the results.
+        # The other checks pass fresh copies of the arguments to each call, so an undeclared write
+        # does not affect the results that they compare. Swapping the storage of an argument does.
         return check if "swapped" in failure.message else f"{check}: write"
     if check == "subsystems.saved" and failure.group == "incoming":
         return f"{check}: incoming"
@@ -161,7 +162,7 @@ def _key(failure: Result) -> str:
 
 
 def _explains(one: Result, other: Result) -> bool:
-    """Return whether both failures have the same cause, and `one` shows it more clearly."""
+    """Return whether the two failures have the same cause and `one` shows it more clearly."""
     if one.cause and one.cause == other.cause:
         return True
     if one.provider != other.provider:
@@ -170,12 +171,12 @@ def _explains(one: Result, other: Result) -> bool:
     is_plain = one.group in ("plain", "gradient", "incoming") or first == "memory.contiguous"
     if is_plain or first == "dtypes.double":
         return _is_named(second, _EXPLAINS.get(_key(one), ()))
-    # Compilers call the fake kernel with other sizes and strides than those of the example.
+    # Compilers call the fake kernel with sizes and strides that differ from the example.
     if first == "subsystems.fake" and _is_named(second, _OF_COMPILERS):
         return True
-    # A kernel that ignores strides fails for other layouts and also for arguments that share
-    # memory, so failures in these two groups have the same cause. Failures of the fake kernel and
-    # incorrect results of the kernel never have the same cause.
+    # A kernel that ignores strides fails for other layouts, and also for arguments that share
+    # memory, so treat failures in these two groups as one bug. A bug in the fake kernel and
+    # incorrect results of the real kernel are always different bugs.
     same = (one.group, other.group) == ("layout", "sharing") or one.group == other.group
     return same and _is_of_fake(first) is _is_of_fake(second)
 

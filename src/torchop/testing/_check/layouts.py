@@ -13,20 +13,20 @@ from torchop.testing._check.cases import Arrangement
 from torchop.testing._check.relations import has_fixed_values
 from torchop.testing.probes import is_plain, negative_view
 
-# The number of guard elements after each tensor, and also before a tensor with a storage offset.
-# They reveal kernels that read or write outside of the tensor.
+# The number of guard elements after each tensor, and before tensors with a storage offset. The
+# guard elements expose kernels that read or write out of bounds.
 GUARD = 8
 
 
 def filler(tensor: Tensor, finite: bool = False) -> float:
-    """Return a value for the memory around a tensor.
+    """Return the value with which to fill the memory around a tensor.
 
-    For floating-point tensors, the value is NaN by default, so that a kernel that reads the memory
-    returns NaN. But if a kernel adds to the memory, NaN stays NaN. So with `finite=True`, the value
-    is a finite number, and the addition changes it.
+    Floating-point tensors are surrounded by NaN by default, so a kernel that reads out of bounds
+    returns NaN. NaN does not expose a kernel that adds to the surrounding memory, because the sum
+    is still NaN. With `finite=True`, the value is therefore a finite number.
 
-    For integer tensors, the value is an element of the tensor. The integers may be indices, and any
-    other value could be out of range and crash the kernel.
+    Integer tensors are surrounded by one of their own elements. They may hold indices, and an
+    arbitrary value could be out of range and crash the kernel.
     """
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return 3.0 if finite else float("nan")
@@ -51,7 +51,7 @@ def placed(
 
 
 def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
-    """Return contiguous strides for a shape after adding `row` to each of its sizes."""
+    """Return the contiguous strides of a shape after enlarging each dimension by `row`."""
     return torch.empty([size + row for size in shape], device="meta").stride()
 
 
@@ -80,10 +80,7 @@ def sliced(tensor: Tensor, finite: bool = False) -> Tensor:
 
 
 def expanded(tensor: Tensor, finite: bool = False) -> Tensor:
-    """Repeat the first slice along a dimension, with stride 0.
-
-    The dimension is the first one with more than one element.
-    """
+    """Expand a slice of the tensor along its first dimension of size 2 or more (with stride 0)."""
     dims = [d for d, size in enumerate(tensor.shape) if size > 1]
     if not dims:
         raise CannotCheck("no tensor has a dimension of more than one element")
@@ -130,16 +127,16 @@ LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
     "conjugate": conjugate,
     "expanded": expanded,
 }
-# The layouts for tensors that the operator writes to. "expanded" is left out, because elements of a
-# tensor must not share memory if the operator writes to the tensor.
+# The layouts for tensors that the operator writes to. An expanded tensor is not a valid output,
+# because several of its elements share the same memory.
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
 
 
 def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) -> Example:
-    """Return the example with some of its tensors copied into other layouts.
+    """Return an example in which some tensors have been copied into other layouts.
 
-    `layouts` maps the index of a tensor to the name of its layout. With `finite=True`, the memory
-    around the tensors holds finite numbers instead of NaN.
+    `layouts` maps the index of each tensor to the name of its new layout. With `finite=True`, the
+    memory around the tensors holds finite numbers instead of NaN (see `filler`).
     """
     tensors = example.tensors
     problem: CannotCheck | None = None
@@ -166,9 +163,9 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
 def in_layout(
     layout: str, places: Iterable[int] | None = None, finite: bool = False
 ) -> Arrangement:
-    """Return a function that copies tensors of an example into a layout.
+    """Return a function that copies the tensors of an example into a layout.
 
-    It copies the tensors at `places`, or all tensors if `places` is None.
+    If `places` is given, the function copies only the tensors with these indices.
     """
 
     def arrange(example: Example) -> Example:

@@ -1,4 +1,4 @@
-"""Write a program that reproduces a failure by calling the probe with literal arguments."""
+"""Write a program that reproduces a failure by running the probe on literal arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torchop.extend import OpName, OpOverload
 from torchop.testing import probes
 from torchop.testing._check.calls import Call
 
-# Tensors with more elements than this are written as bytes in the format of `torch.save`.
+# Tensors with more elements than this are serialized with `torch.save` instead of as literals.
 _MOST_ELEMENTS = 400
-# The dtypes that `torch.tensor` infers from literals, so that the program need not name them.
+# `torch.tensor` infers these dtypes from literals, so the program does not pass `dtype` for them.
 _DTYPES_OF_LITERALS = (torch.float32, torch.int64, torch.bool, torch.complex64)
-# Tensors with more bytes than this are replaced with random numbers.
+# Tensors with more bytes than this are replaced with random ones, to keep the program short.
 _MOST_BYTES = 2**18
 
 
@@ -35,7 +35,10 @@ def write(
     comment: str,
     provider: str | None = None,
 ) -> str:
-    """Return a program that calls a probe, with the kernel of `provider` if one is given."""
+    """Return the source of a program that runs a probe on a call.
+
+    If `provider` is given, the program selects the kernel of this provider.
+    """
     tensors = _Arguments((args, kwargs, options))
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
@@ -65,9 +68,9 @@ def write(
 
 
 def is_public(probe: Any) -> bool:
-    """Return whether a probe is a public function, such as `check_sharding`.
+    """Return whether a probe is a public function of `torchop.testing`, like `check_sharding`.
 
-    A public probe takes an operator and its arguments. All other probes take a `Call`.
+    Public probes take an operator and its arguments, whereas all other probes take a `Call`.
     """
     return getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
 
@@ -90,7 +93,7 @@ def _definition(op: OpOverload) -> list[str]:
         module
         for module in modules_of(OpName.parse(op.name()))
         if getattr(sys.modules[module], "__spec__", None) is not None
-        # Exclude torch.library and similar modules, because all operators are registered there.
+        # Every operator is registered through modules such as torch.library, so exclude them.
         and (module.partition(".")[0] not in ("torch", "torchop") or "_internal" in module)
     ]
     if modules or op.namespace in ("aten", "prims", "prim"):
@@ -99,13 +102,14 @@ def _definition(op: OpOverload) -> list[str]:
 
 
 class _Arguments:
-    """Converts arguments to source code. Tensors that share memory become views of one variable."""
+    """Converts arguments to source code in which tensors that share memory still do so."""
 
     def __init__(self, values: Any) -> None:
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        # The names of variables in the program. A key is ("tensor", id) for a tensor that occurs
-        # several times, or ("memory", address) for memory that several tensors share.
+        # Maps objects to the names of variables in the program. The key is ("tensor", id) for a
+        # tensor that is passed more than once, and ("memory", address) for memory that several
+        # tensors share.
         self._variables: dict[tuple[str, int], str] = {}
         tensors = probes.tensors_of(values)
         self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}
@@ -201,9 +205,9 @@ class _Arguments:
         return f"torch.tensor({text}{kind}{end})"
 
     def _random(self, tensor: torch.Tensor) -> str:
-        """Return code that makes a random tensor in the range of the tensor's values.
+        """Return code that creates a random tensor with the same range of values.
 
-        If the tensor holds indices, the random numbers are valid indices, too.
+        Because of the same range, random integers remain valid indices if the tensor holds indices.
         """
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]

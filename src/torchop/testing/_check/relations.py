@@ -1,8 +1,8 @@
 """Recognize integer arguments that depend on other arguments, such as indices and offsets.
 
-Kernels often do not validate integers. For example, they read out of bounds if an index is too
-large. So variants must preserve the relations between integers and the sizes of other tensors. This
-module guesses the relations from the values in an example.
+Kernels often do not validate integers, and read out of bounds if an index is too large. Variants
+must therefore preserve the relations between integers and the sizes of other tensors. This module
+infers the relations from the values in an example.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torchop.testing.probes import has_integers, is_plain, is_sorted
 def has_fixed_values(tensor: Tensor, example: Example) -> bool:
     """Return whether a tensor may contain integers that depend on each other.
 
-    They may be sorted integers, the lengths of segments, or a permutation. Variants must not change
-    such integers one at a time, or set all of them to the same value.
+    Examples are sorted integers, segment lengths, and permutations. Variants must not change such
+    integers one at a time, or set them all to the same value.
     """
     relations = _relations(tensor, example) if has_integers(tensor) else ()
     return not all(isinstance(relation, _Indices) for relation in relations)
 
 
 def referred(example: Example) -> set[int]:
-    """Return the indices of the tensors whose sizes limit the values of an integer tensor."""
+    """Return the indices of the tensors whose sizes bound the values of an integer tensor."""
     relations = (_relations(t, example) for t in example.tensors if has_integers(t))
     return {each.place for some in relations for each in some if isinstance(each, _Related)}
 
@@ -46,12 +46,12 @@ def is_permutation(tensor: Tensor) -> bool:
 def with_valid_integers(before: Example, after: Example) -> Example:
     """Adapt the integers of a resized example to the new sizes.
 
-    For example, if all values of a tensor are indices into a dimension of another tensor, the
-    adapted values are indices into the resized dimension.
+    For example, indices into a dimension of another tensor remain valid after the dimension has
+    been resized.
     """
     olds, news = before.tensors, after.tensors
-    # Maps each old sum of segment lengths to the new sum. An int argument that is equal to an old
-    # sum is set to the new sum.
+    # Maps the old total length of segments to the new one. An int argument that equals an old total
+    # probably holds this total, so it is replaced, too.
     totals: dict[int, int] = {}
     for place, old in enumerate(olds):
         relations = list(_relations(old, before)) if has_integers(old) else []
@@ -70,18 +70,18 @@ def with_valid_integers(before: Example, after: Example) -> Example:
 
 
 class _Relation:
-    """A property of the integers in a tensor. It may depend on the size of another tensor."""
+    """A property of the integers in a tensor, which may depend on the size of another tensor."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         raise NotImplementedError
 
     def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Return integers close to `value` that satisfy the relation, or raise CannotCheck."""
+        """Adjust `value` so that it satisfies the relation, or raise CannotCheck."""
         raise NotImplementedError
 
 
 class _Sorted(_Relation):
-    """Integers that never decrease."""
+    """Integers in non-decreasing order."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return is_sorted(value)
@@ -103,7 +103,7 @@ class _Permutation(_Relation):
 
 @dataclass(frozen=True)
 class _Related(_Relation):
-    """A relation between the integers and the size of dimension `dim` of tensor number `place`."""
+    """A relation between the integers and the size of dimension `dim` of the tensor at `place`."""
 
     place: int
     dim: int
@@ -113,7 +113,7 @@ class _Related(_Relation):
 
 
 class _Indices(_Related):
-    """Indices into the dimension, i.e. integers from 0 to size - 1."""
+    """Indices into the dimension, from 0 to size - 1."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return not value.numel() or 0 <= int(value.min()) <= int(value.max()) < self.size(tensors)
@@ -122,7 +122,7 @@ class _Indices(_Related):
         size = self.size(tensors)
         if value.numel() and not size:
             raise CannotCheck("indices cannot refer to an empty tensor")
-        # In a large dimension, the last index may not fit into the dtype.
+        # A large dimension may have indices that do not fit into the dtype.
         return value.clamp(0, min(size - 1, torch.iinfo(value.dtype).max)) if size else value
 
 
@@ -134,7 +134,7 @@ class _RowLengths(_Indices):
 
 
 class _Offsets(_Related):
-    """The offsets of consecutive segments. They rise from 0 to the size of the dimension."""
+    """The offsets of consecutive segments, increasing from 0 to the size of the dimension."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         ends = (int(value[0]), int(value[-1])) if len(value) else ()
@@ -149,7 +149,7 @@ class _Offsets(_Related):
 
 
 class _Lengths(_Related):
-    """The lengths of segments. The sum of the lengths is the size of the dimension."""
+    """The lengths of segments, which add up to the size of the dimension."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return bool((value >= 0).all()) and int(value.sum()) == self.size(tensors)
@@ -158,15 +158,15 @@ class _Lengths(_Related):
         total = self.size(tensors)
         if not value.numel():
             return value
-        # If the dimension is now shorter than all segments together, shorten the segments at the
-        # end. If the dimension is longer, extend the last segment.
+        # If the dimension has become too short for all segments, shorten the segments at the end.
+        # If it has grown, extend the last segment.
         ends = value.flatten().clamp(min=0).cumsum(0).clamp(max=total)
         ends[-1] = total
         return ends.diff(prepend=ends.new_zeros(1)).view_as(value).to(value.dtype)
 
 
 def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
-    """Yield the relations that the values of an integer tensor satisfy, perhaps by chance."""
+    """Yield the relations that the values of an integer tensor satisfy, possibly by chance."""
     others = [*_sizes_of_others(tensor, example)]
     low, high, total = int(tensor.min()), int(tensor.max()), int(tensor.sum())
     rises = len(tensor) > 1 and is_sorted(tensor) if tensor.dim() else False
@@ -181,8 +181,8 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
         yield _Sorted()
     elif are_distinct(tensor) and is_permutation(tensor):
         yield _Permutation()
-    # Indices look like lengths if their sum happens to be equal to a size. So integers that look
-    # like lengths may be indices, too.
+    # The sum of indices may happen to equal a size, and the indices then look like lengths. So
+    # even integers that look like lengths may be indices.
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield _Indices(place, dim)

@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
     if accelerator is not None:
         names += accelerator.names()
     return {
-        # Do not use importlib.metadata, because a package on PYTHONPATH has no metadata.
+        # importlib.metadata fails if torchop is imported from PYTHONPATH without being installed.
         "torchop": sys.modules["torchop"].__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -67,7 +67,7 @@ class CheckReport:
     def ok(self) -> bool:
         """Whether no check failed, every check ran in time, and at least one check could be done.
 
-        With `allow_not_run`, it is enough that no check failed.
+        With `allow_not_run`, only failed checks count.
         """
         return not self.failures and not self._not_run()
 
@@ -97,7 +97,7 @@ class CheckReport:
             ("cannot be done", "cannot be done because"),
             ("not run", "not run"),
         ):
-            # If several checks have the same reason, print it once, because it can be long.
+            # Reasons can be long, so print a reason that several checks share only once.
             checks: dict[str, list[str]] = {}
             for result in self.results:
                 if result.outcome == outcome:
@@ -115,11 +115,11 @@ class CheckReport:
     __repr__ = __str__  # notebooks display the repr
 
     def in_short(self) -> str:
-        """Return the summary and the failures as text."""
+        """Return the summary line followed by the failures."""
         return "\n".join([self.summary(), *self._problems()])
 
     def _not_run(self) -> str:
-        """Return why the report is incomplete, or "" if it is complete."""
+        """Return why the report is incomplete, or an empty string if every check was run."""
         if self.allow_not_run:
             return ""
         if missing := self.count("not run"):
@@ -144,7 +144,7 @@ class CheckReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckReport:
-        """Return the report that `to_dict` converted to `values`, possibly in another process.
+        """Return the report that `to_dict` converted to a dict, possibly in another process.
 
         Raises:
             ValueError: the values are not the result of `to_dict`.
@@ -166,7 +166,7 @@ class CheckReport:
 
 
 def write_json(values: Any, path: str | os.PathLike[str]) -> None:
-    """Write values as JSON. Values that JSON cannot represent are written as `str(value)`."""
+    """Write values as JSON, using `str(value)` for objects that JSON cannot represent."""
     Path(path).write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
 
 

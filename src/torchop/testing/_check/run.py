@@ -1,4 +1,4 @@
-"""List the checks for an operator, and run one of them."""
+"""List the checks that apply to an operator, and run them one at a time."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ class Check:
         return self.kind.name if provider is None else f"{self.kind.name}[{provider.name}]"
 
     def is_named(self, pattern: str) -> bool:
-        """Return whether `pattern` matches this check.
+        """Return whether `pattern` matches the name of this check.
 
-        `pattern` may be the full name of a check, the last part of a name, a family, or a pattern
-        such as `"memory.*"`. A name without a provider matches the check for every provider.
+        `pattern` may be a full name, the last part of a name, a family, or a wildcard such as
+        `"memory.*"`. A name without a provider matches the check for every provider.
         """
         return any(is_named(name, pattern) for name in (self.name, self.kind.name))
 
 
 def is_named(check: str, pattern: str) -> bool:
     family, _, last = check.partition(".")
-    # In the name of a check, brackets enclose the name of a provider. Escape them, because fnmatch
-    # would read them as a set of characters.
+    # Brackets in a check name enclose the name of a provider. Escape them, because fnmatch would
+    # interpret them as a character set.
     return pattern in (family, last) or fnmatch.fnmatchcase(check, pattern.replace("[", "[[]"))
 
 
@@ -96,10 +96,10 @@ def plan_checks(
 
 
 def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the checks of one operator that are expected to fail, with the reasons.
+    """Return the checks of one operator that are expected to fail, with the reason for each.
 
-    `expected` maps names of checks to reasons, which then apply to all operators. Or it maps
-    patterns for the names of operators to dicts, which map names of checks to reasons.
+    `expected` either maps check names to reasons, which then apply to all operators, or maps
+    patterns of operator names to such dicts.
     """
     if any("::" in key for key in expected):
         expected = operator_patterns.value_for(name, expected) or {}
@@ -118,7 +118,7 @@ def _no_such_check() -> str:
 
 
 def _planned(subject: Subject) -> Iterator[Check]:
-    """Yield all checks of an operator, for its reference kernel and for each provider."""
+    """Yield the checks of the reference kernel and of each provider, the costly checks last."""
     with_provider = list(providers.of_providers(subject))
     for is_costly in (False, True):
         some = [kind for kind in CHECKS if kind.is_costly is is_costly]
@@ -134,10 +134,10 @@ def _planned(subject: Subject) -> Iterator[Check]:
 
 
 def run_check(check: Check, *, end: float = math.inf) -> Result:
-    """Run one check, and return its result. Exceptions are reported in the result.
+    """Run one check and return its result, which also reports exceptions.
 
-    `end` is the deadline, as a value of `time.perf_counter`. A check that does not finish in time
-    has the outcome "not run".
+    `end` is the deadline, as a value of `time.perf_counter`. A check that does not finish before
+    the deadline has the outcome "not run".
     """
     if check.subject.unsupported:
         message = f"the provider cannot run here: {check.subject.unsupported}"
@@ -185,17 +185,17 @@ def shortened(message: str) -> str:
 
 
 def _renamed(method: Any, name: str) -> Callable[[], Any]:
-    """Return a copy of a method with a different name, which faulthandler prints after a crash."""
+    """Return a copy of a method under another name, so that faulthandler prints that name."""
     code = method.__func__.__code__.replace(co_name=name)
     return types.MethodType(types.FunctionType(code, globals()), method.__self__)
 
 
 class _OutOfTime(Exception):  # noqa: N818  (not an error)
-    """Raised if the deadline has passed."""
+    """Raised to stop a check when its deadline has passed."""
 
 
 class _Run:
-    """Runs the cases of one check, i.e. calls with their probes, until one fails."""
+    """Runs the cases of one check (a call and a probe each) until the first failure."""
 
     def __init__(self, check: Check, end: float) -> None:
         self.check, self.end = check, end
@@ -208,7 +208,7 @@ class _Run:
         if time.perf_counter() > self.end:
             raise _OutOfTime
         # Some probes compare later calls with the first call of the operator in this process, so
-        # make the first calls before all others.
+        # make these first calls before running any case.
         if self.subject.needs_first_outcomes:
             self.subject.needs_first_outcomes = False
             later_calls.note_first_outcomes(self.subject)
@@ -252,7 +252,7 @@ class _Run:
         return "passed", "", ""
 
     def failure(self, case: Case) -> Exception | None:
-        """Run a case. Return the exception that the probe raises, or None if the probe passes."""
+        """Run a case and return the exception from its probe, or None if the probe passes."""
         subject = self.subject
         with restored():
             call = subject.call(case)
@@ -275,14 +275,14 @@ class _Run:
     def _refusal(self, call: Call) -> Exception | None:
         """Return the exception if a call violates the schema, or None if the probe can run.
 
-        Raise CannotCheck if the operator rejects the arguments, or if another check reports the
-        violation.
+        Raise CannotCheck to skip the case, either because the operator rejects the arguments or
+        because another check has already reported the violation.
         """
         declined = self.subject.declined(call.example)
         if declined is not None:
             raise CannotCheck(declined)
-        # Disable autograd, because an exception from the kernel means that the operator rejects the
-        # arguments, whereas an exception from the autograd formula may be a bug.
+        # Run only the kernel here. If the kernel raises, the operator rejects the arguments, but an
+        # exception from the autograd formula may be a bug, so leave it to the probe.
         with restored(), torch.no_grad():
             error = call.record.error
         if error is None:
@@ -346,9 +346,9 @@ def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
 
 
 def program_of(check: Check, case: Case) -> str:
-    """Return the source of a program that runs the call of a case. The call is not run here.
+    """Return the source of a program that makes the call of a case, without making the call.
 
-    The pytest plugin writes the program to a file before each call, because the call may crash.
+    The call may crash the process, so the pytest plugin writes this program to a file beforehand.
     """
     options = case.options if isinstance(case.options, Mapping) else {}
     return _program(check, case, case.probe or results.succeeds, options)
@@ -362,17 +362,17 @@ def _program(check: Check, case: Case, probe: Any, options: Mapping[str, Any]) -
 
 
 def _cause(error: BaseException) -> str:
-    """Describe the exception of the operator that caused a failure.
+    """Describe the exception from the operator that caused a failure.
 
-    Return an empty string if the operator did not raise, but a check found an incorrect result.
+    If the operator did not raise and a probe found an incorrect result, return an empty string.
     """
-    # Dynamo wraps an exception of the kernel in its own exception, so look inside.
+    # Dynamo wraps exceptions from the kernel in its own exceptions, so unwrap them.
     is_of_dynamo = "dynamo" in type(error).__module__
     behind = error.__cause__ or (error.__context__ if is_of_dynamo else None)
     if behind is not None:
         return _cause(behind)
     if isinstance(error, (AssertionError, OpCheckError)):
         return ""
-    # Remove the text "(in ... of ...)" about the traced call, so that failures with the same cause
-    # have the same description.
+    # Strip the suffix "(in ... of ...)", which names the traced call. Otherwise two failures with
+    # the same cause would have different descriptions and would not be grouped.
     return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))

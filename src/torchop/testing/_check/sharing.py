@@ -1,4 +1,4 @@
-"""Variants that pass two arguments that share memory."""
+"""Variants in which two arguments of a call share memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchop.testing._check.cases import Case
 from torchop.testing._check.layouts import GUARD, filler
 from torchop.testing._check.subject import Subject
 
-# A function that takes two tensors, and returns replacements that share memory with each other.
+# Takes two tensors and returns two replacements that share memory with each other.
 Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -32,10 +32,10 @@ def one_view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy both tensors into one buffer in which they overlap, and return the copies.
+    """Copy both tensors into one buffer so that they overlap, and return the copies.
 
-    The second copy starts one element after the start of the first. Where the copies overlap, the
-    buffer contains the elements of the first tensor.
+    The second copy starts one element after the first. The first tensor is copied last, so the
+    overlapping part holds its elements.
     """
     size = max(first.numel(), second.numel() + 1) + GUARD
     memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
@@ -56,8 +56,8 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     if first.device != second.device or not first.numel() or not second.numel():
         raise CannotCheck("no call has two non-empty tensors on the same device")
     pair = sharing(first, second)
-    # Placing two tensors in the same memory changes their values. Integers may be indices, which
-    # could then be out of range, so skip the case if the values of integers have changed.
+    # Sharing memory overwrites some of the values. Integers may be indices, and an overwritten
+    # index could be out of range, so skip the case if any integer has changed.
     values = ((first, pair[0]), (second, pair[1]))
     if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
         raise CannotCheck("integers that differ cannot share memory")
@@ -75,9 +75,9 @@ _WORDS: dict[Sharing, str] = {
 def shared(
     sharings: Sequence[Sharing], with_written: bool, subject: Subject, example: Example
 ) -> Iterator[Case]:
-    """Yield cases where two tensors of the example share memory.
+    """Yield cases in which two tensors of the example share memory.
 
-    If `with_written`, the operator writes to one of the two tensors. Otherwise, it only reads both.
+    With `with_written`, the operator writes to one of the two tensors; otherwise it reads both.
     """
     tensors, written = example.tensors, subject.written_places(example)
     arguments = [*example.args, *example.kwargs.values()]
@@ -90,9 +90,9 @@ def shared(
             if counts != int(with_written) or (with_written and left not in written):
                 continue
             if with_written and (in_list[left] or in_list[right]):
-                continue  # callers do not pass list items, such as parameters, that share memory
+                continue  # list items, such as parameters, do not share memory in real programs
             if with_written and tensors[left].shape != tensors[right].shape:
-                continue  # callers do not pass, for example, a part of the output as a weight
+                continue  # no real program passes, for example, a part of the output as a weight
             names, found = subject.names(example), True
             label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"
             yield Case(label, example, functools.partial(_share, sharing, left, right))

@@ -16,14 +16,14 @@ from torchop.testing.probes import is_plain
 
 
 def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:
-    """Search for the smallest example that still fails, for at most `seconds`.
+    """Search for a smaller example that still fails, for at most `seconds` seconds.
 
-    Dimensions of equal size shrink together, and values become simpler. A smaller example is
-    accepted only if it fails with an exception of the same class.
+    The search shrinks dimensions of equal size together, and replaces values with simpler ones. It
+    accepts a candidate only if it fails with an exception of the same class.
     """
     before = failure(case)
     if before is None:
-        return case  # the example does not always fail, so smaller examples would prove nothing
+        return case  # the failure is flaky, so a smaller example that passes proves nothing
     end = time.perf_counter() + seconds
     better = True
     while better:
@@ -39,7 +39,7 @@ def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: flo
 
 
 def _smaller(example: Example) -> Iterator[Example]:
-    """Yield smaller and simpler variants of an example, the most drastic reductions first."""
+    """Yield smaller and simpler versions of an example, with the boldest reductions first."""
     present = sorted(sizes(example), reverse=True)
     bold = {size: 2 for size in present if size > 2}
     changes = [bold] if len(bold) > 1 else []
@@ -54,9 +54,10 @@ def _smaller(example: Example) -> Iterator[Example]:
 
 
 def _simple(tensor: Tensor) -> Tensor | None:
-    """Return a tensor of the same shape with simple numbers, such as 1, 2 and 3.
+    """Return a tensor of the same shape filled with simple numbers, such as 1, 2 and 3.
 
-    Return None if the tensor holds integers, or already holds these numbers.
+    Return None if the tensor already holds these numbers, or if it does not hold floating-point
+    numbers.
     """
     if not is_plain(tensor) or not tensor.dtype.is_floating_point or tensor.numel() < 1:
         return None  # integers may be indices

@@ -20,7 +20,7 @@ def sizes(example: Example) -> list[int]:
 
 
 def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Resize a dimension by removing elements at the end, or by repeating elements."""
+    """Resize a dimension by dropping elements at the end, or by repeating the existing ones."""
     old = tensor.shape[dim]
     if size <= old:
         return tensor if size == old else tensor.narrow(dim, 0, size)
@@ -30,9 +30,10 @@ def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
-    """Change sizes in all tensors of an example. Dimensions of equal size stay equal.
+    """Resize the dimensions of all tensors of an example.
 
-    `changes` maps old sizes to new sizes.
+    `changes` maps old sizes to new sizes. Because every dimension of an old size is resized,
+    dimensions of equal size stay equal, as most operators require.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 def each_resized(
     example: Example, *changes: Mapping[int, int]
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Yield each size change and the example that it produces. Skip impossible changes."""
+    """Yield each change together with the resized example, skipping impossible changes."""
     for change in changes:
         with contextlib.suppress(CannotCheck):
             yield change, resized(example, change)
@@ -58,10 +59,10 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
     return ", ".join(f"size {size} changed to {new}" for size, new in changes.items())
 
 
-# Sizes that are one larger than common block sizes and grid sizes of kernels.
+# One more than common block sizes and grid sizes of kernels.
 BLOCKS = (1025, 65537)
-# The maximum number of elements in an enlarged example, and also in its results. With this limit, a
-# call takes less than one second.
+# The maximum number of elements in an enlarged example, and separately in its results. This limit
+# keeps the time of a call below one second.
 _MOST_ELEMENTS = 2**19
 
 
@@ -70,9 +71,9 @@ def larger_sizes(
 ) -> list[dict[int, int]]:
     """Return changes that each enlarge one size beyond a common block size of kernels.
 
-    A tensor of distinct indices keeps its length, because there may be too few valid indices to
-    fill a longer tensor. A size is also left alone if the example or the `results`
-    would become too large, as in an outer product.
+    The length of a tensor of distinct indices is not changed, because there may be too few valid
+    indices to fill a longer tensor. Sizes are also skipped if the example or the `results` would
+    become too large, as in an outer product.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [
@@ -93,7 +94,7 @@ def _grown(shape: torch.Size, size: int, new: int) -> int:
 
 
 def repeated(outcome: Sequence[Any], size: int, new: int) -> list[Any]:
-    """Resize the dimensions of size `size` of an outcome to `new`, by repeating elements."""
+    """Resize every dimension of size `size` in an outcome to `new` by repeating elements."""
 
     def change(tensor: Tensor) -> Tensor:
         for dim, old in enumerate(tensor.shape):

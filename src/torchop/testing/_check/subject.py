@@ -1,4 +1,4 @@
-"""The operator that is being checked, with its examples and the calls that checks have made."""
+"""The operator under test, its examples, and a cache of the calls that checks have made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from torchop.testing.process_state import restored
 
 
 class Subject:
-    """The operator that is being checked, with its examples and with properties that checks use."""
+    """The operator under test, together with its examples and the properties that checks query."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Subject:
         tolerances = {"rtol": rtol, "atol": atol}
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
-        # The name of the first check that reported a violation of the schema, if any. Other checks
-        # skip calls that violate the schema, so that the violation is reported only once.
+        # The name of the first check that reported a schema violation, or None so far. All other
+        # checks skip calls that violate the schema, so each violation is reported only once.
         self.broken_in: str | None = None
-        # The number of calls that the `valid` predicate passed to `register_examples` rejected.
-        # Copies of this object share this counter.
+        # How many calls the `valid` predicate of `register_examples` has rejected so far. Copies
+        # made by `with_provider` share this counter, so it covers all kernels of the operator.
         self.counts = Counter(rejected=0)
         self.originals = [self._original(*pair) for pair in pairs]
         for index, example in enumerate(self.originals):
@@ -76,16 +76,17 @@ class Subject:
                     f"check({self.name}, ...): 'valid' of register_examples rejects example "
                     f"{index}. Change the example, or 'valid'."
                 )
-        # The provider whose kernel is checked, or None for the reference kernel. `unsupported` says
-        # why the provider cannot run here.
+        # The provider whose kernel is under test, or None for the reference kernel. If the
+        # provider cannot run on this machine, `unsupported` holds the reason.
         self.provider: Provider | None = None
         self.unsupported = ""
         self.of_reference = self
-        # Detached and contiguous copies of the examples, because variants choose the layouts and
-        # the tensors that require grad.
+        # Detach the examples and make them contiguous, because each variant picks its own layouts
+        # and decides which tensors require grad.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
-        # Whether to call the operator in new processes before its first call in this process, and
-        # these calls with their outcomes.
+        # If needs_first_outcomes is true, `run_check` calls the operator in forked processes
+        # before its first call in this process, and stores the calls and outcomes in
+        # first_outcomes.
         self.needs_first_outcomes = False
         self.first_outcomes: list[tuple[Example, list[Any]]] = []
         self._cases: dict[str, tuple[list[Case], CannotCheck | None]] = {}
@@ -112,7 +113,7 @@ class Subject:
         return self.name
 
     def with_provider(self, provider: Provider, unsupported: str) -> Subject:
-        """Return a copy of this object, without recorded calls, for the kernel of a provider."""
+        """Return a copy for checking the kernel of a provider. Recorded calls are not copied."""
         made = copy.copy(self)
         for name, value in vars(Subject).items():
             if isinstance(value, functools.cached_property):
@@ -126,18 +127,18 @@ class Subject:
     # Calls
 
     def is_valid(self, example: Example) -> bool:
-        """Return whether the `valid` predicate passed to `register_examples` accepts a call.
+        """Return whether the `valid` predicate of `register_examples` accepts a call.
 
-        Also count the calls that it rejects.
+        Rejected calls are counted, because the report lists how many variants were not tried.
         """
         answer = is_valid(self.op, example)
         self.counts["rejected"] += not answer
         return answer
 
     def declined(self, example: Example) -> str | None:
-        """Return why the provider rejects a call, or None if it supports the call.
+        """Return why the provider does not support a call, or None if it does.
 
-        If the reference kernel is being checked, also return None.
+        The reference kernel has no `supports` function, so the result for it is always None.
         """
         if self.provider is None:
             return None
@@ -152,16 +153,17 @@ class Subject:
         return next(place for place, each in enumerate(self.examples) if each is example)
 
     def cases(self, variant: Variant) -> Iterator[Case]:
-        """Yield the cases that a variant generates. Cache the cases for later checks.
+        """Yield the cases that a variant generates, caching them for later checks.
 
-        Raise CannotCheck after the last case if the variant does not apply to one of the examples.
+        If the variant does not apply to one of the examples, raise CannotCheck, but only after
+        yielding the cases for the other examples.
         """
         if variant.name not in self._cases:
             found: list[Case] = []
             problem = None
             base = self.of_reference
-            # Variants in the group "plain" do not change examples, and use even the examples that
-            # the operator rejects. All other variants use only examples that the operator accepts.
+            # The "plain" variants pass the examples unmodified, so they include examples that the
+            # operator rejects. All other variants modify examples that the operator accepts.
             is_plain = variant.group == "plain"
             for example in base.examples if is_plain else base.accepted(most=variant.most):
                 try:
@@ -184,25 +186,25 @@ class Subject:
         return self._calls[case]
 
     def known(self, case: Case, call: Call) -> Case:
-        """Make `Subject.call` return an existing call for this case, and return the case."""
+        """Make `call(case)` return an existing call instead of a new one, and return the case."""
         self._calls[case] = call
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Compute the expected outcome of an example only once, and reuse it for every layout."""
+        """Reuse the expected outcome of an example, because it is the same for every layout."""
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):
             self._outcomes.append((example, Call(self.op, *example)))
         (made,) = (made for known, made in self._outcomes if known is example)
-        with contextlib.suppress(Exception):  # the probe repeats the call and reports the exception
+        with contextlib.suppress(Exception):  # the probe makes the call again and reports the error
             vars(call)["contiguous"] = made.contiguous
 
     def refusal(self, example: Example) -> Exception | None:
         """Return the exception that the operator raises for an example, or None if it succeeds.
 
-        If the provider or the `valid` predicate of `register_examples` rejects the example, return
-        a CannotCheck exception without making the call.
+        If the provider or the `valid` predicate of `register_examples` rejects the example, skip
+        the call and return a CannotCheck exception with the reason.
         """
         why = self.declined(example) if self.is_valid(example) else REJECTED
         if why is not None:
@@ -237,9 +239,10 @@ class Subject:
         return places
 
     def strided(self, what: str) -> list[Example]:
-        """Return the accepted examples whose tensors are strided.
+        """Return the accepted examples in which every tensor is strided.
 
-        If there are none, raise CannotCheck with a message that starts with `what`.
+        If every example contains a tensor with another layout, raise CannotCheck with a message
+        that starts with `what`.
         """
         layouts = [{t.layout for t in each.tensors} - {torch.strided} for each in self.accepted()]
         if all(layouts):
@@ -256,9 +259,9 @@ class Subject:
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
     def excluded_places(self, layout: str, example: Example) -> set[int]:
-        """Return the indices of the tensors whose declared layout excludes another layout.
+        """Return the indices of the tensors that the kernel never receives in `layout`.
 
-        The kernel never receives these tensors in the other layout.
+        The operator declares a different layout for these tensors, so torchop copies them first.
         """
         declared, excluded = layouts_of(self.op), set()
         for place, (name, _, _) in enumerate(named_inputs(self.schema, *example)):
@@ -280,15 +283,15 @@ class Subject:
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def scalars(self, example: Example) -> dict[str, Any]:
-        """Return the arguments of a call by name, and also defaults that are floats or bools."""
+        """Return the arguments of a call by name, including omitted float and bool defaults."""
         defaults = {a.name: a.default for a in self.schema.arguments}
         numbers = {name: each for name, each in defaults.items() if type(each) in (bool, float)}
         return {**numbers, **self.by_name(example).kwargs}
 
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
-        """Return options for comparing the results of a call.
+        """Return keyword arguments for a probe that compares the results of a call.
 
-        If the user passed a reference function, the options include its outcome as `expected`.
+        If `check` was called with a reference function, its outcome is passed as `expected`.
         """
         options: dict[str, Any] = {"what": what, **self.tolerances}
         if self.is_random:
@@ -303,7 +306,7 @@ class Subject:
         return options
 
     def has_kernel(self, *keys: str) -> bool:
-        """Return whether the operator has a kernel at a given key or CompositeImplicitAutograd."""
+        """Return whether the operator has a kernel for a given key or CompositeImplicitAutograd."""
         return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
 
     def is_for(self, device_type: str) -> bool:
@@ -325,7 +328,8 @@ class Subject:
 
     @property
     def has_vmap_rule(self) -> bool:
-        # An operator with an effect has a kernel that raises, unless the author registers a rule.
+        # torchop registers a vmap kernel for every operator with an effect. It only raises an
+        # error, unless the author has registered a vmap rule.
         raises = self.operator.effect is not None and not any(
             rule.startswith("vmap") for rule in self.operator.rules
         )
@@ -355,8 +359,8 @@ class Subject:
     def has_fake_sizes(self, example: Example) -> bool:
         """Return whether the fake kernel returns the same sizes as the kernel.
 
-        If the operator has no working fake kernel at all, return True. If the fake kernel raises
-        for this example, return False.
+        If the operator has no working fake kernel, there is nothing to compare, so return True. If
+        the fake kernel raises only for this example, return False.
         """
         if self.fake_problem is not None:
             return True
@@ -375,7 +379,7 @@ class Subject:
 
     @functools.cached_property
     def sizes_depend_on_data(self) -> bool:
-        """Whether the sizes of results depend on the values of the arguments."""
+        """Whether result sizes depend on the data in the arguments, as in `torch.nonzero`."""
         (example,) = self.accepted(most=1)
         shapes = (t.shape for t in probes.tensors_of(self._run_fake(example)))
         return None in map(fake_tensors.number_of, itertools.chain(*shapes))
@@ -398,7 +402,7 @@ class Subject:
 
     @functools.cached_property
     def trainable_examples(self) -> list[Example]:
-        """The examples with tensors that require grad, in double if the operator supports it."""
+        """The examples with gradients enabled, in double if the operator supports it."""
         if self.takes_double:
             return self.double_examples
         return self._requiring_grad(_samples.single, "no float32 kernel")
@@ -423,11 +427,11 @@ class Subject:
         return accepted
 
     def _as_given(self, number: int, example: Example) -> Example:
-        """Detach those tensors of an example whose gradients should not be checked.
+        """Detach the tensors of an example whose gradients should not be checked.
 
-        If any tensors of the author's example require grad, detach all others. Also detach tensors
-        that the operator writes to, such as running statistics, except if the operator is an
-        in-place operator.
+        If the author's example contains tensors that require grad, detach all others. Unless the
+        operator is an in-place operator, also detach the tensors that it writes to, such as running
+        statistics.
         """
         given = [tensor.requires_grad for tensor in self.originals[number].tensors]
         if not any(given):
@@ -440,7 +444,7 @@ class Subject:
 
 
 def _has_fakes(example: Example) -> bool:
-    """Return whether fake tensors support all layouts in an example. CSR is not supported."""
+    """Return whether all tensors can be converted to fake tensors, unlike CSR tensors."""
     try:
         with fake_tensors.new_fake_mode() as mode:
             example.map(mode.from_tensor)

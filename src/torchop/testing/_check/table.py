@@ -1,6 +1,7 @@
 """The table of all checks. To add a check, add a row to `CHECKS`.
 
-The name of a check consists of a family and a last part, such as `"memory.transposed"`.
+Every check is named after its family, followed by a dot and a name within the family, for example
+`"memory.transposed"`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from torchop.testing._check.checks import (
 from torchop.testing._check.subject import Subject
 from torchop.testing._check.variants import VARIANTS
 
-# A function that returns the keyword arguments of a probe for one call. It raises CannotCheck if
-# the probe cannot be used for the call.
+# Returns the keyword arguments of a probe for one call, or raises CannotCheck if the probe cannot
+# be used for this call.
 Options = Callable[[Subject, Case, Call], dict[str, Any]]
-# A function that yields the cases of a check, and may add details to its result.
+# Yields the cases of a check, and may add details to the result of the check.
 Cases = Callable[[Subject, Details], Iterator[Case]]
 
 
@@ -41,10 +42,10 @@ Cases = Callable[[Subject, Details], Iterator[Case]]
 class CheckKind:
     """One row of the table: a check that applies to any operator.
 
-    Reports and the documentation print `question`. `probe` is used for cases that do not have a
-    probe of their own. `of_kernel` returns whether to repeat the check for the kernel of a
-    provider. If `is_costly` is true, the check compiles programs, so it runs last. If
-    `takes_refused` is true, the probe runs even if the operator raises in the call.
+    `question` appears in reports and in the documentation. `probe` is the default for cases that do
+    not specify a probe. `of_kernel` decides whether to repeat the check for the kernel of a
+    provider. Checks with `is_costly` compile programs, so they run last. With `takes_refused`, the
+    probe runs even if the call raises an exception.
     """
 
     name: str
@@ -64,7 +65,7 @@ class CheckKind:
 def _of(
     name: str, options: dict[str, Any], variants: str, question: str, **more: Any
 ) -> tuple[CheckKind, ...]:
-    """Return a tuple of one check, which runs a probe on the calls that variants generate.
+    """Return a tuple with a single check that runs a probe on the calls from several variants.
 
     `variants` contains the names of the variants, separated by spaces.
     """
@@ -83,21 +84,22 @@ def _of(
 
 
 def _each(family: str, options: dict[str, Any], **questions: str) -> tuple[CheckKind, ...]:
-    """Return one check for each variant.
+    """Return a separate check for each variant.
 
-    `questions` maps the name of a variant to the question that its check answers.
+    The keywords in `questions` are the names of the variants. Their values are the questions that
+    the checks answer.
     """
     items = questions.items()
     return tuple(c for name, text in items for c in _of(f"{family}.{name}", options, name, text))
 
 
 def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ...]:
-    """Return one check for each function that yields cases.
+    """Return a check for each of several functions that yield cases.
 
     The name of the function becomes the last part of the check's name, and the first line of its
     docstring becomes the question that the check answers.
     """
-    # With `python -OO`, functions have no docstrings.
+    # `python -OO` strips docstrings, so `__doc__` may be None.
     questions = [(each.__doc__ or "").partition("\n")[0] for each in functions]
     names = [f"{family}.{each.__name__}" for each in functions]
     rows = zip(names, questions, functions, strict=True)
@@ -147,8 +149,8 @@ def _labelled(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
 
 
 def _of_threads(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    # PyTorch uses one more thread for every 32,768 elements, so only large calls use several
-    # threads.
+    # PyTorch starts another thread only for every 32,768 elements, so small calls run in a single
+    # thread and must not depend on the number of threads at all.
     return {"draws": subject.is_random, "is_large": case.group == "size", **subject.tolerances}
 
 
@@ -174,8 +176,9 @@ _LAYOUTS = (
     "contiguous transposed gaps sliced offset channels_last odd_strides negative conjugate expanded"
 )
 _SIZES = "empty single longer"
-# A kernel may violate its schema for one dtype or layout only. Leave out arguments that share
-# memory, because a declared write may then change other arguments, and the slow variant "blocks".
+# A kernel may violate its schema for a single dtype or layout, so try nearly all variants. Leave
+# out arguments that share memory, because a declared write to one of them also changes the others,
+# and the slow variant "blocks".
 _ALL_VARIANTS = " ".join(
     name for name, each in VARIANTS.items() if each.group != "sharing" and name != "blocks"
 )
@@ -193,7 +196,7 @@ def _if_deterministic(provider: Provider) -> bool:
 # The table
 
 CHECKS: tuple[CheckKind, ...] = (
-    # The "contracts" checks come first, because other checks may change the operator's state.
+    # The "contracts" checks run first, because other checks may change the state of the operator.
     *_of(
         "contracts.schema",
         _SCHEMA,

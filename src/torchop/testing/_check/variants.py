@@ -1,4 +1,4 @@
-"""Variants generate calls from the examples that the author of an operator wrote."""
+"""Variants, which generate calls by modifying the examples of the operator's author."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def all_and_each(items: Iterable[int]) -> list[list[int]]:
 def each_and_all(items: Iterable[int]) -> list[list[int]]:
     """Return a list for each single item, followed by a list of all items.
 
-    Single items come first, because a failure for a single tensor shows which argument is at fault.
+    Single items come first, because a failure for a single tensor pinpoints the argument that the
+    kernel handles incorrectly.
     """
     return sorted(all_and_each(items), key=len)
 
@@ -67,9 +68,10 @@ _WORDS = {"gaps": "with gaps", "offset": "at an offset", "negative": "as a negat
 
 
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
-    """Yield a case for each tensor in which only this tensor has `layout`.
+    """Yield cases that change one tensor at a time to `layout`, then a case that changes them all.
 
-    The last case gives all tensors this layout.
+    If the operator writes to arguments, each case is repeated with finite memory around the tensors
+    (see `layouts.filler`).
     """
     places = set(range(len(example.tensors)))
     if not places:
@@ -95,7 +97,7 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
 
 
 def undeclared(subject: Subject, example: Example) -> Cases:
-    """Give each tensor with a declared layout another layout."""
+    """Change each tensor with a declared layout to a layout that the kernel does not accept."""
     if not layouts_of(subject.op):
         raise CannotCheck("the operator declares no layouts")
     written = subject.written_places(example)
@@ -111,9 +113,9 @@ def undeclared(subject: Subject, example: Example) -> Cases:
 
 
 def conjugate(subject: Subject, example: Example) -> Cases:
-    """Replace tensors with conjugate views. If none is complex, first convert them to complex."""
+    """Replace tensors with conjugate views, converting real tensors if none is complex."""
     if not any(t.dtype.is_complex for t in example.tensors):
-        # Skip float8 tensors, because they cannot be converted to a complex dtype.
+        # PyTorch cannot convert float8 tensors to a complex dtype, so skip them.
         example = example.map(
             lambda t: t * (1 + 0.5j) if t.dtype.is_floating_point and t.itemsize > 1 else t
         )
@@ -123,7 +125,7 @@ def conjugate(subject: Subject, example: Example) -> Cases:
 
 
 def written_expanded(subject: Subject, example: Example) -> Cases:
-    """Expand tensors that the operator writes to, so that their elements share memory."""
+    """Expand the tensors that the operator writes to, so that several elements share memory."""
     if not subject.schema.is_mutable:
         raise CannotCheck("nothing is written")
     arrange = in_layout("expanded", subject.written_places(example))
@@ -135,7 +137,7 @@ def written_expanded(subject: Subject, example: Example) -> Cases:
 
 
 def sized(size: int, subject: Subject, example: Example) -> Cases:
-    """Resize all dimensions to `size`. In further cases, resize only dimensions of equal size."""
+    """Resize all dimensions to `size`, and then each group of equal dimensions separately."""
     chosen = all_and_each([n for n in sizes(example) if n != size])
     if not chosen:
         raise CannotCheck("no tensor has a dimension")
@@ -149,7 +151,7 @@ def longer(subject: Subject, example: Example) -> Cases:
 
 
 def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
-    """Enlarge dimensions to sizes in `blocks`. Dimensions of equal size change together."""
+    """Enlarge dimensions to the sizes in `blocks`, changing dimensions of equal size together."""
     results = probes.tensors_of(subject.first_calls[subject.place(example)].record.outcome)
     changes = larger_sizes(example, results, blocks)
     if not changes:
@@ -159,13 +161,13 @@ def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
 
 
 def odd_strides(subject: Subject, example: Example) -> Cases:
-    """Give dimensions of size 1 unusual strides, which kernels must ignore."""
+    """Give dimensions of size 1 arbitrary strides, which a correct kernel never uses."""
     for _, smaller in each_resized(example, {}, *({size: 1} for size in sizes(example))):
         yield Case("dimensions of size 1 with odd strides", smaller, in_layout("odd_strides"))
 
 
 def zero_dim(subject: Subject, example: Example) -> Cases:
-    """Replace tensors with 0-dim tensors that contain their first element."""
+    """Replace each tensor with a 0-dim tensor that holds its first element."""
     tensors = example.tensors
     places = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
     places = [place for place in places if not has_fixed_values(tensors[place], example)]
@@ -191,7 +193,7 @@ def is_float(tensor: Tensor) -> bool:
 
 
 def in_dtype(dtype: torch.dtype, example: Example) -> Example:
-    """Return the example with its floating-point and complex tensors converted to a dtype."""
+    """Convert the floating-point and complex tensors of an example to a dtype."""
 
     def change(tensor: Tensor) -> Tensor:
         if not is_float(tensor):
@@ -219,7 +221,7 @@ def dtypes(subject: Subject, example: Example) -> Cases:
 
 
 def integers(subject: Subject, example: Example) -> Cases:
-    """Convert the integer tensors to each other integer dtype that can represent their values."""
+    """Convert the integer tensors to every other integer dtype that can hold their values."""
     places = [p for p, t in enumerate(example.tensors) if probes.has_integers(t)]
     if not places:
         raise CannotCheck("no argument holds integers")
@@ -257,7 +259,7 @@ def precisions(subject: Subject, example: Example) -> Cases:
 
 
 def digits(dtype: torch.dtype, share: float, subject: Subject, example: Example) -> Cases:
-    """Change each element slightly, so that a dtype with fewer digits cannot represent it."""
+    """Perturb each element slightly, so that a less precise dtype cannot represent it exactly."""
     _needs_float(example)
     if any(t.dtype.is_complex for t in example.tensors):
         raise CannotCheck("an argument is complex")
@@ -280,8 +282,8 @@ def _needs_float(example: Example) -> None:
 # --------------------------------------------------------------------------------------------------
 # Values
 
-# Maps each kind of special numbers to a description and a function. The function takes the limits
-# of a dtype and returns lists of numbers. Each list is used to fill one tensor.
+# Maps the name of each kind of special values to a description and a function. The function takes
+# the limits of a dtype and returns lists of values, each of which fills one tensor.
 NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     "nan": ("NaN", lambda limits: [[float("nan")]]),
     "inf": ("infinities", lambda limits: [[float("inf"), float("-inf")], [float("-inf")]]),
@@ -292,7 +294,7 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     ),
     "extremes": (
         "the largest and smallest numbers of the dtype",
-        # The maximum and the minimum are in separate lists, because the sum of a tensor with both
+        # Keep the maximum and the minimum in separate lists. The sum of a tensor that contains both
         # would depend on the order of additions.
         lambda limits: [[limits.max, limits.tiny], [limits.min, limits.tiny]],
     ),
@@ -308,7 +310,7 @@ def with_numbers(numbers: Sequence[float], step: int, tensor: Tensor) -> Tensor:
 
 
 def numbers(name: str, subject: Subject, example: Example) -> Cases:
-    """Put special numbers into each floating-point tensor."""
+    """Put special values, such as NaN, into one floating-point tensor at a time."""
     words, choice = NUMBERS[name]
     for place, tensor in enumerate(example.tensors):
         if tensor.dtype.is_floating_point and probes.is_plain(tensor):
@@ -323,10 +325,10 @@ def numbers(name: str, subject: Subject, example: Example) -> Cases:
 
 
 def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrangement:
-    """Return a layout other than the contiguous one.
+    """Return a non-contiguous layout for a call with special values.
 
-    If the call already fails in this layout with the example's own values, return the contiguous
-    layout instead, because such a failure is not related to special values.
+    If the call fails in this layout even with the values of the example, return the contiguous
+    layout, because the failure would have nothing to do with special values.
     """
     layout = in_layout("sliced" if tensor.dim() else "offset")
     with contextlib.suppress(Exception):
@@ -349,13 +351,13 @@ def int8(subject: Subject, example: Example) -> Cases:
 
 
 def may_be_places(integers: Tensor, example: Example) -> bool:
-    """Return whether integers may be indices into a tensor, or lengths of segments."""
+    """Return whether all integers are small enough to be indices, or lengths of segments."""
     most = max((tensor.numel() for tensor in example.tensors), default=0)
     return bool(((integers >= 0) & (integers <= most)).all())
 
 
 def scalars(subject: Subject, example: Example) -> Cases:
-    """Replace numbers with values that kernels often treat as special cases, and invert bools."""
+    """Replace numbers with values such as 0 that kernels may special-case, and invert bools."""
     named = subject.by_name(example)
     for name, value in subject.scalars(example).items():
         others: set[Any] = set()
@@ -364,10 +366,10 @@ def scalars(subject: Subject, example: Example) -> Cases:
         elif type(value) is float:
             others = {0.0, 1.0, value + 0.5} - {value}
         elif type(value) is int and subject.operator.function is not None:
-            # Change integers only for operators written in Python, because C++ operators may
-            # require particular integers. If all elements of an integer tensor are smaller than the
-            # integer, they may be indices with the integer as their limit. A smaller limit would
-            # make the indices invalid, so only increase the integer.
+            # C++ operators may require particular integers, so change integers only for operators
+            # written in Python. If all elements of an integer tensor are smaller than this
+            # argument, they may be indices with the argument as their upper bound. Lowering the
+            # bound would make the indices invalid, so only increase it.
             indices = filter(probes.has_integers, named.tensors)
             is_bound = any(int(t.min()) >= 0 and int(t.max()) < value for t in indices)
             others = {value + 1} if is_bound else {0, -1, value + 1} - {value}
@@ -376,7 +378,7 @@ def scalars(subject: Subject, example: Example) -> Cases:
 
 
 def other_scalars(subject: Subject, example: Example) -> Cases:
-    """Increase floats and invert bools. Most kernels accept the resulting values."""
+    """Increase floats and invert bools, because most kernels accept the resulting values."""
     named = subject.by_name(example)
     for name, value in subject.scalars(example).items():
         if type(value) in (bool, float):
@@ -410,8 +412,8 @@ VARIANTS: dict[str, Variant] = {
     **_group("size", longer=longer, uneven=uneven, unequal=unequal),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
-    # Uses smaller sizes than "blocks". It is for checks of fake kernels, because a fake kernel in
-    # Python may be slow for large sizes.
+    # The same as "blocks", but only with the smallest size, for checks of fake kernels. A fake
+    # kernel in Python may be slow for large sizes.
     "block": Variant("block", "size", functools.partial(larger, BLOCKS[:1]), most=1),
     **_group("dtype", precisions=precisions, integers=integers),
     "dtypes": Variant("dtypes", "dtype", dtypes, most=1),
