@@ -40,7 +40,7 @@ class AcceleratedOperator(NamedTuple):
         accelerated: whether calls to the operator can be native.
         reason: why the operator is not accelerated. Empty if it is accelerated.
         constants: the names of the `int` arguments. `torch.compile` recompiles for each new value
-            of such an argument. To avoid this, declare the argument as `SymInt` in the schema.
+            of these arguments. To avoid this, declare them as `SymInt` in the schema.
 
     Example:
         >>> import torch, torchop
@@ -95,7 +95,7 @@ class Acceleration:
         """Stop accelerating the matching operators. Calling it again has no effect.
 
         Operators that match another active `Acceleration` stay accelerated. If other code has
-        replaced a function in `torch.ops` in the meantime, its replacement stays.
+        replaced a function in `torch.ops` in the meantime, the replacement is left in place.
         """
         with registration_lock:
             if self in _active:
@@ -171,7 +171,7 @@ def accelerate(*patterns: str) -> Acceleration:
 
     Warns:
         NothingToAccelerateWarning: a pattern is probably misspelled, because it matches no
-            registered operator, but its namespace or a similar one exists. Or all matching
+            registered operator, but its namespace or a similar one exists; or all matching
             operators were defined in C++, so they cannot be accelerated.
 
     Example:
@@ -183,7 +183,8 @@ def accelerate(*patterns: str) -> Acceleration:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
 
-    Modeled after `functools.singledispatch`, which does not select a function anew in each call.
+    Modeled after `functools.singledispatch`, which caches the selected function instead of
+    selecting it again in each call.
     """
     global _stop_watching
     check_patterns("accelerate", patterns)
@@ -246,7 +247,7 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
-    # An invalid name raises ValueError here. Ignore it, because PyTorch reports the mistake.
+    # Ignore the ValueError for an invalid name, because PyTorch itself reports this mistake.
     with contextlib.suppress(ValueError):
         name = OpName.parse(qualname)
         if _is_matched(name) and not _is_ours(library):

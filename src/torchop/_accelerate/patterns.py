@@ -33,8 +33,8 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
                 f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
         if not naming.is_pattern(pattern):
-            # If the pattern is a name as PyTorch prints it, such as torch.ops.mylib.crop, suggest
-            # the corresponding valid pattern.
+            # The pattern may be a name in PyTorch's notation, such as torch.ops.mylib.crop, so
+            # suggest the corresponding valid pattern.
             namespace, *name = re.split("[.:]", pattern.removeprefix("torch.ops."), maxsplit=1)
             meant = f"{namespace or 'mylib'}::{''.join(name) or '*'}"
             raise ValueError(

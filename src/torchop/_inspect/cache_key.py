@@ -2,9 +2,9 @@
 
 Rules are the functions and settings of an operator that affect compiled graphs, such as a fake
 kernel and a backward formula. PyTorch's persistent caches of compiled graphs identify an operator
-by name alone (pytorch/pytorch#144344). So after an edit of a fake kernel or formula, they would
-return the old graph. To prevent this, torchop adds a digest of the rules of a graph's operators to
-the graph's key.
+by name alone (pytorch/pytorch#144344), so they would return the old graph after an edit of a fake
+kernel or formula. To prevent this, torchop adds a digest of the rules of a graph's operators to the
+graph's key.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from torchop.extend import OpName
 def cache_key_tag() -> str:
     """Return a digest of all rules that affect compiled graphs, such as fake kernels and formulas.
 
-    Use it as part of the key of your own caches. For the caches of AOTAutograd and Inductor, it is
-    not necessary, because torchop already adds a digest of the operators in a graph to their keys.
-    If you set `torch.compiler.config.cache_key_tag` to this digest, a change of any operator
-    recompiles all graphs.
+    Use it in the keys of your own caches. The caches of AOTAutograd and Inductor do not need it,
+    because torchop already adds a digest of the operators in a graph to their keys. If you set
+    `torch.compiler.config.cache_key_tag` to this digest, changing any operator recompiles all
+    graphs.
 
     The digest covers the code and constants that a rule uses from its own package and from modules
     outside of `site-packages`, and the rules of operators that the rule calls. It covers neither
-    the contents of tensors nor functions whose names are computed at run time. It does not cover
-    kernels, because a compiled graph calls them, so their code can change without recompiling. But
-    for operators with `compile="inline"`, the graph contains the kernel's code. For these, the
-    digest also covers the kernels, the kernels of providers, and the priority order of providers.
+    the contents of tensors nor functions whose names are computed at run time. Kernels are not
+    covered either, because a compiled graph only calls them, so their code can change without
+    recompiling the graph. The exception is operators with `compile="inline"`, because the graph
+    contains their kernels' code: the digest also covers their kernels, the kernels of their
+    providers, and the priority order of the providers.
 
     Example:
         >>> import torch, torchop
@@ -137,7 +138,7 @@ class _Digest(CodeDigest):
 def _own_code() -> bytes:
     """Return a digest of torchop's source code.
 
-    torchop's version is not sufficient for a cache key, because the code may change without a new
+    torchop's version is not enough for a cache key, because the code may change without a new
     version, for example in a Git checkout.
     """
     files = sorted(Path(torchop.__file__).parent.rglob("*.py"))

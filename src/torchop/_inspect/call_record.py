@@ -68,7 +68,7 @@ class TensorRecord(NamedTuple):
 
 
 class TypeRecord(NamedTuple):
-    """Stands for an argument for which no example can be created. Only the type is recorded.
+    """Stands for an argument of which only the type is recorded, so no example can be created.
 
     Attributes:
         name: the name of the type, such as `"torch._C.Generator"`, or the kind of the tensor, such
@@ -138,7 +138,7 @@ def described(op: str, call: CallRecord) -> str:
     args = [_described(value) for value in positional]
     args += [f"{name}={_described(value)}" for name, value in keywords.items()]
     text = f"({', '.join(args)})"
-    # Replace control characters in names, because a terminal would execute them.
+    # Replace control characters in names, because a terminal would interpret them.
     text = "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
     return text if len(text) < _LONGEST else f"{text}..."
 
@@ -177,7 +177,7 @@ def _described(value: Any) -> str:
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
     """Return a `CallRecord` for a call that the mode from `observing_mode` has reported.
 
-    Returns None if the call belongs to a compiler trace.
+    Return None if the call belongs to a compiler trace, because its arguments are not real.
     """
     parts: list[Any] = []
     mapped((args, kwargs), parts.append)
@@ -207,8 +207,8 @@ def record_of(
 
 def _is_traced(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # Do not treat a plain meta tensor as traced, because programs also use meta tensors outside
-        # of traces.
+        # A plain meta tensor does not count as traced, because programs also use meta tensors
+        # outside of traces.
         return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
     # A symbolic value belongs to a trace. It must not be read, because that would add a guard.
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,10 +1,10 @@
 """A digest of functions, and of the code and constants that they use.
 
 torchop adds the digest of a fake kernel or backward formula to the cache keys of compiled graphs.
-Such a function's results become part of the graph, and depend on all functions that it calls. This
-module finds the called functions by the names in the code, without data-flow analysis. Therefore a
-digest may include code that is never called, but it does not miss a function that is called through
-a local variable.
+The results of such a function become part of the graph and depend on all functions that it calls.
+This module finds the called functions by the names in the code, without data-flow analysis, so a
+digest may include code that is never called, but does not miss a function that is called through a
+local variable.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_nam
 class CodeDigest:
     """A hash of values that is equal in two processes if their code and constants are equal.
 
-    When a function, class or other object is added, only a number for it is hashed at first. The
-    description of the object is hashed later, with the same number. This way, objects may refer to
-    each other in cycles, and a long chain of calls needs no deep recursion.
+    When a function, class or other object is added, only a number for it is hashed at first, and
+    its description is hashed later with the same number. This way, objects may refer to each other
+    in cycles, and a long chain of calls does not lead to deep recursion.
 
     `sources` contains the code objects of all users' functions that were read.
     """
@@ -128,8 +128,8 @@ class CodeDigest:
     def _is_followed(self, package: str) -> bool:
         """Return whether the digest includes the code of `package`, which other code uses.
 
-        The digest includes the code if `package` is also the package of the code that uses it, or
-        if `package` is not installed in site-packages.
+        This is the case if the code that uses `package` belongs to the same package, or if
+        `package` is not installed in site-packages.
         """
         if self._package in (None, package):
             return True
@@ -163,8 +163,8 @@ class CodeDigest:
     def _describe_function(self, function: types.FunctionType, is_read: bool) -> None:
         around = closure_of(function)
         if not is_read:
-            # The function may be a wrapper whose closure contains the user's function. But the
-            # closure may also contain caches, so skip containers, because their contents change.
+            # The function may be a wrapper whose closure contains the user's function, so add the
+            # closure. Skip containers in it, because they may be caches, whose contents change.
             around = {n: v for n, v in around.items() if not isinstance(v, (list, *_SETS))}
             if package_of(function) in ("torch", "torchop"):
                 around = {n: v for n, v in around.items() if not isinstance(v, _MAPPINGS)}
@@ -224,8 +224,8 @@ class CodeDigest:
     def _add_stable(self, values: Mapping[str, object]) -> None:
         """Add the values that are equal in every process, and skip the others.
 
-        Objects of other packages are skipped, because they may differ between processes. Variables
-        that are None are skipped, because they are often caches that the code fills on first use.
+        Objects of other packages are skipped, because they may differ between processes, and so are
+        variables that are None, because these are often caches that the code fills on first use.
         """
         for name, value in sorted(values.items()):
             if isinstance(value, types.ModuleType) or value is None:
@@ -333,9 +333,9 @@ def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def _order(value: object) -> str:
-    """Return a sort key for an item of a set or dictionary. It is equal in all processes.
+    """Return a sort key for an item of a set or dictionary that is the same in all processes.
 
-    Hashes cannot be used as sort keys, because they may differ between processes.
+    Hashes may differ between processes, so they cannot serve as sort keys.
     """
     if isinstance(value, tuple):
         return ", ".join(map(_order, value))
@@ -355,8 +355,8 @@ def _names(code: types.CodeType) -> set[str]:
 def _names_in_annotation(annotation: object) -> set[str]:
     """Return the names in an annotation.
 
-    The digest of a function must also cover the classes with these names, because the function may
-    call their methods.
+    A function may call methods of the classes in its annotations, so its digest must cover these
+    classes too.
     """
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))

@@ -25,12 +25,12 @@ class Explanation(NamedTuple):
 
     Attributes:
         op: the name of the operator.
-        native: whether the call is native, and so does not enter the dispatcher.
+        native: whether the call is native, i.e. bypasses the dispatcher.
         reason: why the call is native or not.
         keys: the dispatch keys of the call in dispatch order. They depend on the arguments and on
             the state of the thread.
         kernels: for a native call, the steps that it runs. For other calls, the kernels at the
-            dispatch keys, in dispatch order. Each of them decides whether to call the next one.
+            dispatch keys in dispatch order, where each kernel decides whether to call the next one.
         provider: the name of the provider whose kernel computes the result. A provider is an
             alternative source of kernels for the operator. `"reference"` stands for the kernels
             that were registered without a provider. None if the operator has no providers.
@@ -139,17 +139,18 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """Return why a call does or does not bypass the dispatcher, and what it runs if it does.
+    """Return why a call does or does not bypass the dispatcher, and the steps that it runs.
 
-    The second value contains a line about each step of the call, or is None if the call goes
-    through the dispatcher. `chosen` is the kernel of the provider that was selected for this call,
-    or None if the operator has no providers.
+    The second value contains one line per step of the call, or is None if the call goes through the
+    dispatcher. `chosen` is the kernel of the provider that was selected for this call, or None if
+    the operator has no providers.
     """
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Make the same preparations as a call. Load the C++ extension. Also remove torchop's kernel
-        # for unsupported devices, which raises an error, if PyTorch has a fallback for the backend.
+        # Make the same preparations as an actual call: load the C++ extension, and if PyTorch has a
+        # fallback for the backend, remove torchop's kernel that raises an error for unsupported
+        # devices.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

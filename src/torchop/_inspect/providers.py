@@ -30,8 +30,8 @@ class Provided(NamedTuple):
         op: the name of the operator.
         provider: the name of the provider, or `"reference"` if the kernel was registered without a
             provider.
-        device_types: the device types that the kernel is for. None stands for all device types
-            without a kernel of their own.
+        device_types: the device types that the kernel supports. None stands for all device types
+            without a separate kernel.
         supported: whether the kernel can run in this process.
         reason: why the kernel cannot run in this process. Empty if it can.
         rank: the provider's position in the priority order that applies to the first of
@@ -60,7 +60,7 @@ class Provided(NamedTuple):
 def providers(*ops: str) -> list[Provided]:
     """List the kernels of operators that have several providers.
 
-    To find out which kernels can run, this calls the functions that were registered as `supported`.
+    This calls the functions that were registered as `supported`, to find out which kernels can run.
 
     Args:
         ops: names of operators, or patterns such as `"mylib::*"`; by default, all operators.
@@ -108,9 +108,9 @@ def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str])
         if each.provider is None and each not in of_device:
             why = _OTHER_DEVICES
         lines.append((each.name, f"{each.name} ({devices}): {why} ({each.where})"))
-    # The priority order may also contain "tuned", which stands for the kernel that was measured as
-    # the fastest, and providers that were removed. If they were skipped, add a line for each of
-    # them.
+    # The priority order may also contain removed providers, and "tuned", which stands for the
+    # kernel that was measured as the fastest. If the call skips one of these, add a line with the
+    # reason.
     names = {name for name, _ in lines}
     lines += [(name, f"{name}: {why}") for name, why in reasons.items() if name not in names]
     lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))
@@ -122,7 +122,7 @@ def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str])
 class _Registered(NamedTuple):
     """One registration: either the reference kernel for some devices, or a provider.
 
-    A provider, such as "triton", has one or more kernels. The reference kernel was registered
+    A provider, such as "triton", is a named source of kernels. The reference kernel was registered
     without a provider.
     """
 

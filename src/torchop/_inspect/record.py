@@ -32,7 +32,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
     `torchop.record` creates it, and a `with` statement starts and ends the recording. A `Recorded`
     may be entered several times, even nested, and by several threads at the same time. For each
-    operator, it stores up to 100 distinct calls. Further calls are only counted (see `calls`).
+    operator, it stores up to 100 distinct calls, and only counts further ones (see `calls`).
 
     Example:
         >>> import torch, torchop
@@ -47,8 +47,8 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._began = not what
         self._matches: dict[str, bool] = {}
         # Maps each operator to the number of times that each distinct call was made. The keys of
-        # the counters are the reprs of the calls, because calls with 1, 1.0 and True are equal. The
-        # key "" counts the calls beyond `MAX_KINDS`.
+        # the counters are the reprs of the calls, because calls that only differ in 1, 1.0 and True
+        # would be equal keys. The key "" counts the calls beyond `MAX_KINDS`.
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}  # maps the repr of a call to the call
         self._lock = threading.RLock()  # one thread may read while others record
@@ -84,7 +84,8 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         The file contains numbers, strings and other plain arguments, but no tensor data.
 
         Args:
-            path: the path of the file. An existing file is replaced when the new one is complete.
+            path: the path of the file. An existing file is only replaced once the new one is
+                complete.
 
         Raises:
             OSError: the file cannot be written.
@@ -213,7 +214,7 @@ def _no_match_reason(what: str | ModuleType) -> str | None:
 def record(*what: str | ModuleType) -> Recorded:
     """Record the operators that a block calls, with dtypes and shapes but without tensor data.
 
-    Recording does not change the results of calls. But it makes all calls in this thread slower,
+    Recording does not change the results of calls, but it makes all calls in this thread slower,
     because they go through the dispatcher and a TorchDispatchMode.
 
     Args:
@@ -257,9 +258,9 @@ def record(*what: str | ModuleType) -> Recorded:
 
 
 class _Recordings(threading.local):
-    """The active recordings of this thread. They share one TorchDispatchMode.
+    """The active recordings of this thread, which share one TorchDispatchMode.
 
-    If each recording had its own mode, only the innermost one would observe calls inside kernels.
+    If each recording had its own mode, only the innermost mode would see the calls inside kernels.
     """
 
     def __init__(self) -> None:
@@ -286,8 +287,8 @@ class _Recordings(threading.local):
 
 
 def _record(active: list[Recorded], *call: Any) -> None:
-    # The autograd engine may run a backward in another thread, where it activates the modes of this
-    # thread. So take the recordings as an argument instead of looking them up in the current
+    # The autograd engine may run a backward pass in another thread, where it activates the modes of
+    # this thread, so take the recordings as an argument instead of looking them up in the current
     # thread.
     for recorded in {id(recorded): recorded for recorded in active}.values():
         recorded._record(*call)

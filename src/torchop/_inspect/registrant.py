@@ -1,9 +1,9 @@
 """Find the modules that registered an operator, or kernels or rules for it.
 
-PyTorch does not record which module made a registration. So this module looks at the operator's
-functions. An operator belongs to each module that contains the `custom_op` function, the fake
-kernel, or a Python kernel, and to the module that created the library which defines the operator.
-Operators that C++ code registers belong to no module.
+PyTorch does not record which module made a registration, so this module looks at the operator's
+functions instead. An operator belongs to each module that contains the `custom_op` function, the
+fake kernel, or a Python kernel, and to the module that created the library which defines the
+operator. Operators that are registered from C++ belong to no module.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def _modules_of(op: OpName) -> set[str]:
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     for file in files:
-        # A file may be loaded as several modules that register different operators. If `names`
-        # contains some of these modules, they register this operator, so do not add the others.
+        # The same file may be loaded as several modules that register different operators. If
+        # `names` already contains some of these modules, they register this operator, so do not add
+        # the others.
         modules = set(by_file.get(file, ()))
         names |= modules & names or modules
     return names
@@ -84,8 +85,9 @@ def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[s
     """Map each file name to the modules that were loaded from the file.
 
     The result is cached, because callers need it for every operator, and it takes a millisecond to
-    compute. The arguments describe `sys.modules`: the number of modules, and the name and id of the
-    newest one. They change when a module is imported, so the result is then computed again.
+    compute. The arguments only serve as the cache key: they are the number of modules in
+    `sys.modules`, and the name and id of the newest one, so importing a module invalidates the
+    cache.
     """
     by_file: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):

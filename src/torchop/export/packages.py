@@ -42,8 +42,8 @@ static bool is_missing(const char* name, const char* overload) {{
 {blocks}"""
 # The C++ source of the loader, a shared library that the package contains. The loader first loads
 # the libraries with the kernels, which are in the loader's own folder, and then defines the
-# operators. If all operators are already defined in the process, the loader assumes that their
-# kernels are registered too, and does nothing.
+# operators. If all operators are already defined in the process, the loader does nothing, because
+# it assumes that their kernels are registered too.
 _LOADER = """
 #include <dlfcn.h>
 
@@ -75,9 +75,9 @@ def aoti_package(
     The names of the modules are in the package's metadata, under the key `torchop_operators`, so a
     C++ server can read them before it loads the package.
 
-    Compiled code relies on the metadata that fake kernels return. So `aoti_package` first runs the
+    Compiled code relies on the metadata that fake kernels return, so `aoti_package` first runs the
     program on the example inputs, and compares the result of each custom operator with the result
-    of the fake kernel.
+    of its fake kernel.
 
     Args:
         ep: the program.
@@ -97,7 +97,7 @@ def aoti_package(
             that packages do not support.
         FakeKernelError: on the example inputs, a kernel and the fake kernel of the same operator
             returned tensors with different metadata, such as strides.
-        ArgumentError: a `TypeError`: `libraries` is a single path instead of a list.
+        ArgumentError: `libraries` is a single path instead of a list. This error is a `TypeError`.
         TypeError: the program passes an object of an opaque class as a constant.
         OSError: a library cannot be loaded; see the cause.
         MissingKernelError: with `libraries`, an operator of the package has no C++ kernel for the
@@ -203,8 +203,8 @@ def _with_libraries(
     with tempfile.TemporaryDirectory() as folder:
         # Use a unique name for the loader library, because a process may load several packages, but
         # loads only one library per name. First link the package with an empty library of this
-        # name. The compiled package then contains a list of the operators that it calls. From this
-        # list, build the real loader, which defines the operators, and add it to the package.
+        # name, because only the compiled package lists the operators that it calls. Then build the
+        # real loader, which defines these operators, and add it to the package.
         loader = os.path.join(folder, f"{_LOADER_PREFIX}{uuid.uuid4().hex}")
         on_demand.build_library("", loader)
         path = _compiled(ep, path, configs, linked=loader)

@@ -1,8 +1,8 @@
 """Save and load exported programs, with the names of the modules that define their operators.
 
-Exported programs and AOTInductor packages are zip files. To find out which operators a program
-calls, torchop reads the entries that PyTorch writes. It stores the names of the operators' modules
-in the same file.
+Exported programs and AOTInductor packages are zip files. torchop reads the entries that PyTorch
+writes to find out which operators a program calls, and stores the names of their modules in the
+same file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _DEVICE = "AOTI_DEVICE_KEY"  # the metadata key under which a package stores its
 # `extra_files`.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
 # Matches an operator in the JSON of a program. A node either calls the operator, or passes it to a
-# higher-order operator. In decomposed programs, operators that mutate arguments or have effects are
-# passed to higher-order operators.
+# higher-order operator, as in decomposed programs for operators that mutate arguments or have
+# effects.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 # The exceptions that reading a damaged file may raise.
 _UNREADABLE = (
@@ -157,10 +157,9 @@ def modules_of(ep: ExportedProgram) -> str:
     return json.dumps(modules, sort_keys=True)
 
 
-# A function that reads one entry of a zip file. It receives the name of the entry, and a function
-# that returns the contents. It returns two values. The first is the JSON that maps operators to
-# modules, or None if the entry does not contain this JSON. The second contains the operators that
-# the program calls according to this entry.
+# A function that reads one entry of a zip file, given the entry's name and a function that returns
+# its contents. It returns the JSON that maps operators to modules, or None if the entry does not
+# contain this JSON, and the operators that the program calls according to this entry.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 

@@ -28,7 +28,7 @@ def check_results(ep: ExportedProgram) -> None:
         return
     module = ep.module()
     try:
-        # Pass copies of the buffers and inputs, because the program may write to them.
+        # Pass copies of the buffers and inputs, because the program may mutate them.
         buffers, (args, kwargs) = copied((dict(module.named_buffers()), ep.example_inputs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _Comparing():
             torch.func.functional_call(module, buffers, args, kwargs)
@@ -65,7 +65,7 @@ class _Comparing(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not _is_custom(func):
             return func(*args, **kwargs)
-        # Run the fake kernel first, because the call may write to the arguments.
+        # Run the fake kernel first, because the actual call may mutate the arguments.
         expected = [*named_outputs(fake_results(func, args, kwargs))]
         result = func(*args, **kwargs)
         actual = [*named_outputs(result)]
