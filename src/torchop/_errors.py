@@ -114,14 +114,16 @@ short_errors = _ShortErrors()
 class OperatorNameError(ValueError, RuntimeError):
     """The name of an operator or namespace is invalid.
 
-    `torch.library` raises ValueError or RuntimeError, depending on the mistake.
+    It subclasses both ValueError and RuntimeError, because `torch.library` raises one or the other,
+    depending on the mistake.
     """
 
 
 class SchemaError(ValueError, RuntimeError):
     """A schema cannot be inferred or parsed, or does not match the function.
 
-    `torch.library` raises RuntimeError for a schema that does not parse, and ValueError otherwise.
+    It subclasses both ValueError and RuntimeError, because `torch.library` raises RuntimeError for
+    a schema that does not parse, and ValueError otherwise.
     """
 
 
@@ -271,8 +273,8 @@ def warn(message: str, category: type[Warning]) -> None:
     """
     frame, level = sys._getframe().f_back, 2
     assert frame is not None  # the caller's frame
-    # Skip frames of torchop, PyTorch, the caller's package, and compiled graphs (whose module name
-    # is empty).
+    # Skip the frames of torchop, PyTorch, the caller's package, and compiled graphs (which have an
+    # empty module name).
     skipped = {"torchop", "torch", "", _package(frame)} - {"__main__"}
     while frame is not None and _package(frame) in skipped:
         frame, level = frame.f_back, level + 1
@@ -320,8 +322,8 @@ def _is_internal(module: str) -> bool:
 def users_place() -> Place:
     """Return the source line of the innermost frame outside of torchop and PyTorch."""
     frame = sys._getframe()
-    # Besides torchop, the stack has frames of PyTorch while a kernel runs, of importlib while
-    # torchop is being imported, and of contextlib if torchop enters a `with` block.
+    # Besides torchop's frames, the stack contains frames of PyTorch while a kernel runs, of
+    # importlib while torchop is being imported, and of contextlib inside a `with` block of torchop.
     while frame.f_back is not None and _is_internal(str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))

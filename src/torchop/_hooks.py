@@ -1,8 +1,8 @@
 """Hooks through which lower layers use `_native` and `_define`, which they must not import.
 
 `_native` and `_define` replace the variables of this module later, so always read them as
-attributes, as in `_hooks.extension`. `from torchop._hooks import extension` would bind the default
-forever.
+attributes, as in `_hooks.extension`. With `from torchop._hooks import extension`, a module would
+keep the default value.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 class NoExtension:
     """Stands for the C++ extension while it is not loaded.
 
-    It has the functions of `_native/_call_path.pyi` that lower layers call. Each one returns a
-    value that makes its caller fall back to Python.
+    It defines the functions of `_native/_call_path.pyi` that lower layers call. Each function
+    returns a value that makes its caller fall back to Python.
     """
 
     Choice: Any = None
@@ -60,8 +60,8 @@ class NoExtension:
 
 # The C++ extension module, once it is loaded.
 extension: Any = NoExtension
-# Counts a call that runs an operator's kernel. `_native` sets this until it has counted enough
-# calls to compile the extension. At all other times it is None, so that calls only pay for a None
+# Counts a call that runs an operator's kernel. `_native` sets this function until it has counted
+# enough calls to compile the extension. Otherwise it is None, so that calls only pay for a None
 # check.
 count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.

@@ -4,8 +4,8 @@ Operators created by `torch.library.custom_op` are slow to call, so inference en
 functions to register operators: `direct_register_custom_op` in vLLM and SGLang,
 `register_custom_op` in SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module
 have the same signatures, but they define operators with `torchop.custom_op`, which makes calls
-faster. A result that shares memory with an argument or another result is an error for other
-operators of torchop, but here it only causes a warning, as in the engines.
+faster. If a result shares memory with an argument or another result, these operators only warn, as
+in the engines, whereas other operators of torchop raise an error.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Registration(NamedTuple):
     out_dtype: torch.dtype | None = None
 
 
-# All registrations so far. A second engine in the same process registers the same operators again,
-# and must get the existing operators instead of an error.
+# All registrations so far. If a second engine in the same process registers the same operators
+# again, it must get the existing operators instead of an error.
 _registrations: dict[OpName, _Registration] = {}
 
 

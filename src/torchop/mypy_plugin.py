@@ -6,7 +6,7 @@ needed because mypy ignores the return types of class decorators. Other type che
 plugin, as does a plain call such as `torchop.operator(name)(cls)` in mypy.
 
 `torchop.out_op` returns an operator family, which can be called without its `out` arguments. A
-ParamSpec cannot express this, so mypy checks such calls only with the plugin.
+ParamSpec cannot express this, so mypy can only check such calls with the plugin.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ __all__ = [
 def disabled() -> Iterator[None]:
     """Disable native calls in this thread inside a `with` block.
 
-    All calls in the block go through PyTorch's dispatcher and give the same results. This includes
-    calls in backward passes that are started in the block. Use it to compare the results or timings
-    of native and other calls. Blocks can be nested.
+    All calls in the block, including calls in backward passes that start in the block, go through
+    PyTorch's dispatcher and give the same results. Use it to compare the results or timings of
+    native and other calls. Blocks can be nested.
 
     Example:
         >>> import torch, torchop

@@ -71,8 +71,8 @@ def _wrap_automodule(app: Sphinx) -> None:
 def _as_functions(name: str) -> Iterator[None]:
     """Replace a module's operators with functions inside a `with` block.
 
-    Otherwise, autodoc would skip the operators, because it recognizes functions by type and has no
-    hook to document other members as functions.
+    Without this, autodoc would skip the operators, because it recognizes functions by their type
+    and has no hook to document other members as functions.
     """
     try:
         module = importlib.import_module(name)

@@ -53,16 +53,16 @@ def accelerate(
 
     An operator is timed if the modules call it while they are imported. With --run-recorded, an
     operator is also timed if it is in a recording. The table shows how many microseconds a call
-    takes before and after. The timed calls have arguments like the recorded calls, but with tensors
-    of ones. Each operator runs in a separate process.
+    takes before and after acceleration. The timed calls use the recorded arguments, but with
+    tensors of ones, and each operator runs in a separate process.
 
-    Without --run-recorded, recorded calls are only listed. A file may come from an untrusted
-    source, and a call can do harm with recorded arguments, for example write to the path in a
+    Without --run-recorded, recorded calls are only listed, because a file may come from an
+    untrusted source, and a call with its arguments can do harm, for example write to the path in a
     string.
     """
     wanted = patterns or ("*",)
-    # Import Dynamo now, because it registers operators, and would otherwise be imported by the
-    # first call, after `registered_before` was computed.
+    # Import Dynamo before computing `registered_before`, because it registers operators and would
+    # otherwise only be imported by the first call.
     on_demand.import_dynamo()
     registered_before = set() if patterns else {row.op for row in rows_of(wanted)}
     imported = _import(modules, wanted)
@@ -115,7 +115,7 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 def recording(recorded: Recorded) -> Iterator[None]:
     """Record the calls in the block, without a warning if there are none.
 
-    The commands that call this function report this case themselves.
+    The commands that use this function report an empty recording themselves.
     """
     recorded.__enter__()
     try:
@@ -158,8 +158,8 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     for row in rows:
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
-        # `calls` includes calls whose arguments were not recorded. Assume that the share of native
-        # calls is the same among these calls as among the recorded calls.
+        # `calls` includes calls whose arguments were not recorded, so assume that the share of
+        # native calls among them is the same as among the recorded calls.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")

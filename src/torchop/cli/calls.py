@@ -218,7 +218,8 @@ def calls_of(op: str, text: str | None) -> list[Call]:
 
 
 def _evaluated(text: str, **sizes: int) -> Call:
-    # Evaluating this text is safe, because it is from the user's command line, as with `python -c`.
+    # Evaluating this text is safe, because it comes from the user's command line, as with `python
+    # -c`.
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs), **sizes}
     with report_errors(f"--call {text!r}"):
         call: Call = eval(f"capture({text})", names)
@@ -310,6 +311,6 @@ def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
     error = timings[_CALL]
     if isinstance(error, Exception):
         raise click.ClickException(f"the call raises {first_line(error)}") from error
-    # Skip ways of calling that raised an error. For example, calling with a backward pass raises an
-    # error if no result requires grad.
+    # Skip ways of calling that raised an error, such as calling with a backward pass if no result
+    # requires grad.
     return {name: round(t.best, 3) for name, t in timings.items() if isinstance(t, Timing)}

@@ -57,8 +57,9 @@ def answers_of(
 ) -> contextlib.AbstractContextManager[Iterator[Any]]:
     """Run a generator function in a child process, and yield its values in a `with` block.
 
-    If the function yields a string, it is not passed to the caller. The string describes the next
-    step, such as "a call with x=...", for the error message if that step crashes or hangs.
+    Strings that the function yields are not passed to the caller. Instead, each string describes
+    the next step, such as "a call with x=...", and is used in the error message if that step
+    crashes or hangs.
 
     `function` must be picklable. `limit` is the time limit in seconds for each value after the
     first. The child first imports `modules`. With the method "fork", the child also has the
@@ -109,7 +110,7 @@ def _answers(
     process = context.Process(target=_run, args=start)
     around = contextlib.nullcontext() if method == "fork" else _environment_of_server()
     with warnings.catch_warnings(), around:
-        # Hide the warning of Python 3.12 about forks of programs that have several threads.
+        # Hide Python 3.12's warning about forking a program with several threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             process.start()
@@ -121,7 +122,7 @@ def _answers(
     try:
         yield _received(process, receiver, limit)
     finally:
-        # Kill the child's process group, which includes all processes that the child started.
+        # Kill the child's whole process group, which includes the processes that the child started.
         process_group.kill(process.pid)
         process.kill()
         process.join()
@@ -153,7 +154,7 @@ def _wait(process: Any, receiver: Connection, doing: str, seconds: float) -> Non
         left = end - time.monotonic()
         if left <= 0:
             raise ChildError(f"{doing} took over {seconds:.0f} seconds")
-        # Also wait for the child's exit. The pipe does not report the exit if processes that the
+        # Also wait for the child's exit, because the pipe does not report it if processes that the
         # child started keep the pipe open.
         ready = wait([receiver, process.sentinel], left)
         if process.sentinel in ready and not receiver.poll():

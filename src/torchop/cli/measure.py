@@ -62,7 +62,7 @@ def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
 
 def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
     methods: list[Literal["forkserver", "fork"]] = ["forkserver"] if modules else []
-    # A forked process cannot use an accelerator that the parent uses. So fork this process only if
+    # A forked process cannot use an accelerator that the parent uses, so only fork this process if
     # no recorded tensor is on an accelerator.
     if not any(_is_on_accelerator(call) for call, _ in kinds):
         methods.append("fork")
@@ -110,8 +110,8 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
 def _native_share(operator: Operator, kinds: Kinds) -> float | None:
     """Return the share of recorded calls that would be native, or None if this is unknown.
 
-    The operator must be accelerated, but it is not called. Instead, this function passes tensors of
-    one element to `torchop.explain`.
+    The operator must be accelerated. This function does not call it, but passes tensors of one
+    element to `torchop.explain`.
     """
     native = total = 0
     for call, count in kinds:
@@ -155,7 +155,7 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
         "after": way(*called, contextlib.nullcontext),
     }
     before, after = map(_working, timed(ways, example, _SECONDS).values())
-    # Other processes can only slow rounds down. So the faster of the two ways was disturbed less,
+    # Other processes can only slow rounds down, so the faster of the two ways was disturbed less,
     # and its noise is the better estimate.
     return Cost(before.best, after.best, min(before, after).noise)
 
@@ -163,7 +163,7 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
 def _working(timing: Timing | Exception) -> Timing:
     if isinstance(timing, Timing):
         return timing
-    # The message mentions the ones, because the call may have raised only because of them. For
+    # The message mentions the ones, because they may be the reason that the call raised. For
     # example, a tensor of ones may be an invalid index or permutation.
     raise click.ClickException(f"a call with tensors of ones raises {first_line(timing)}")
 

@@ -219,7 +219,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
         elif used:
             found = f"{place.folder}: found, but not needed"
         else:
-            # Stop at the first extension that can be loaded, because a process must not load two.
+            # Only load the first extension that can be loaded, because a process must not load two.
             problem = _problem_of(place)
             used = problem is None
             outcome = "found, and can be loaded" if used else f"cannot be loaded: {problem}"

@@ -74,8 +74,9 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # Print the traceback without our frames, as Python would if it ran the program itself. Do
-        # not raise the exception, because click would report it differently.
+        # Print the traceback without torchop's frames, as Python would if it ran the program
+        # itself. Raising the exception again is not enough, because click would report it
+        # differently.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
@@ -104,8 +105,8 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
     is_safe = getattr(sys.flags, "safe_path", False)
     if os.path.isfile(program) and not is_safe:
         sys.path[0] = os.path.dirname(os.path.realpath(program))
-    # Do not use runpy.run_path. It would set `sys.argv[0]`, `__file__` and `sys.path[0]` to the
-    # relative path, which is wrong after the program changes its working directory.
+    # Do not use runpy.run_path, because it would set `sys.argv[0]`, `__file__` and `sys.path[0]` to
+    # the relative path, which becomes wrong once the program changes its working directory.
     path = os.path.join(os.getcwd(), program)
     importer: Any = pkgutil.get_importer(path)
     spec = importer and importer.find_spec("__main__")

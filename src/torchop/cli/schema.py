@@ -53,8 +53,8 @@ def dump(selection: Selection, out: Path | None) -> None:
 def compare(old: Path, new: Path, as_json: bool) -> None:
     """Compare two files written by `schema dump`, and report breaking changes.
 
-    A change is breaking if, by PyTorch's rule for ATen operators, the new schema is not backward
-    compatible, so that exported programs and callers fail. The exit code is 1 if a change is
+    A change is breaking if the new schema is not backward compatible by PyTorch's rule for ATen
+    operators, so that exported programs and callers fail. The exit code is 1 if a change is
     breaking, and 0 otherwise.
     """
     changes = list(changes_between(_read(old), _read(new)))

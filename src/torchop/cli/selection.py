@@ -96,8 +96,8 @@ def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     `names` contains packages, and patterns of operators such as `"mylib::*"`. For this pattern, the
     package `mylib` is imported if it exists. `imports` contains other modules to import.
     """
-    # Import Dynamo first, because this import registers operators. Otherwise these operators would
-    # be attributed to a package that imports Dynamo.
+    # Import Dynamo first, because this import registers operators, which would otherwise be
+    # attributed to a package that imports Dynamo.
     on_demand.import_dynamo()
     before = set(patterns.all_names())
     modules = list(imports)
@@ -117,7 +117,7 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
     is_importable = namespace.isidentifier() and (
         namespace in sys.modules or importlib.util.find_spec(namespace) is not None
     )
-    # If the user passed modules with --import, these modules register the operators, so do not
+    # If the user passed modules with --import, assume that they register the operators, and do not
     # import the whole package.
     if is_importable and namespace not in modules and not modules:
         import_all([namespace])
@@ -133,8 +133,8 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
 def _registered(package: str, before: set[OpName]) -> set[OpName]:
     import_all([package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
-    # PyTorch does not record which module loaded an operator that is defined in C++. So assume that
-    # the package defines the operator if the operator appeared during the import of the package.
+    # PyTorch does not record which module loaded an operator that is defined in C++, so assume that
+    # the package defines the operators that appeared while it was imported.
     registered = {
         name
         for name in operators
