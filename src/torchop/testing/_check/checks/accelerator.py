@@ -1,4 +1,4 @@
-"""Check that an accelerator agrees with the CPU, and that calls can be captured into graphs."""
+"""Check that accelerators agree with the CPU, and that calls can be captured into graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchop.testing._check.subject import Subject
 
 
 def runs_on_devices(call: Call, devices: Sequence[str]) -> None:
-    """Check that the outcome on each device agrees with the outcome on the CPU."""
+    """Check that calls on each of the devices have the same outcome as a call on the CPU."""
     on_cpu = call.example.map(torch.Tensor.cpu)
     expected = call.again(on_cpu)
     for before, device in itertools.pairwise(("cpu", *devices)):
@@ -39,13 +39,13 @@ def runs_on_devices(call: Call, devices: Sequence[str]) -> None:
 
 
 def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()) -> None:
-    """Check that replaying a captured graph returns the same bits as an uncaptured call.
+    """Check that replaying a captured graph returns the same bits as an ordinary call.
 
-    The graph is replayed with the captured values, and then with other values in the same tensors.
-    If tensors require grad, the graph includes the backward, and the gradients are compared.
+    Replay the graph with the captured values, and then with other values in the same tensors. If
+    tensors require grad, capture the backward pass, too, and compare gradients.
 
-    `others` contains the arguments of calls that are made between capture and replay. These calls
-    must not invalidate memory that the graph uses.
+    Between capture and replay, call the operator with each of the arguments in `others`. These
+    calls must not invalidate memory that the graph uses.
     """
     device = torch.device(device_type, torch.accelerator.current_device_index())
     to_device = operator.methodcaller("to", device)
@@ -54,14 +54,14 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
     trains = any(tensor.requires_grad for tensor in example.tensors)
     run, what = (_gradients, "formula") if trains else (probes.outcome, "kernel")
     with torch.no_grad():
-        for _ in range(2):  # warm up, because lazy initialization must not be captured
+        for _ in range(2):  # warm up, so that lazy initialization is not captured
             run(op, *example.copy())
         try:
             with captured(device_type) as replay:
                 results = run(op, *static)
         except Exception as error:
-            # An error during capture invalidates the graph, so leaving the block raises a second
-            # error. Report the first one.
+            # An error during capture invalidates the graph, so leaving the block raises another
+            # error on top. Report the original error.
             cause = error.__context__ if "due to a previous error" in str(error) else None
             raise AssertionError(
                 f"the {what} cannot be captured into a graph: {cause or error!r}. Do not "
@@ -103,9 +103,10 @@ def captured(device_type: str) -> Iterator[Callable[[], None]]:
 
 
 def _graph_type(device_type: str) -> Any:
-    """Return the device module's graph class, such as `torch.cuda.CUDAGraph`.
+    """Return the graph class of a device module, such as `torch.cuda.CUDAGraph`.
 
-    If the module has none, return `torch.accelerator.Graph`, or None before PyTorch 2.13.
+    If the module has no such class, fall back to `torch.accelerator.Graph`. It exists since PyTorch
+    2.13, so return None in older versions.
     """
     of_module = getattr(torch.get_device_module(device_type), f"{device_type.upper()}Graph", None)
     return of_module or getattr(torch.accelerator, "Graph", None)
@@ -142,8 +143,8 @@ def capture(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fixed_results()
     trainable = trainable_example(subject)
     for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
-        # Also make larger calls, which may cause the kernel to reallocate a workspace that the
-        # graph uses.
+        # Make larger calls before the replay, because these may make the kernel reallocate a
+        # workspace that the graph uses.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
         larger = [tuple(other) for _, other in each_resized(example, *changes)]
         options = {"device_type": device, "others": larger}

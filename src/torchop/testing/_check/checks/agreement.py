@@ -1,4 +1,4 @@
-"""Probes for providers, i.e. for alternative kernels of an operator."""
+"""Probes that compare providers, i.e. alternative kernels of an operator, with the reference."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torchop.testing.process_state import process_state, restored, seed_all
 
 
 def only(op: OpOverload, name: str) -> priority:
-    """Return a context manager that makes the operator run the kernel of one provider.
+    """Return a context manager in which the operator prefers the kernel of one provider.
 
-    If the provider does not support a call, the operator runs another kernel.
+    If the provider does not support a call, the operator falls back to another kernel.
     """
     return in_order({op.name(): [name]})
 
 
 def in_order(orders: Any) -> priority:
-    """Return a context manager that sets these priorities, like `torchop.priority`.
+    """Return a `torchop.priority` context manager without restrictions on providers.
 
-    It also lifts the restrictions that outer context managers set, such as `deterministic_only`.
+    In particular, it overrides restrictions set by enclosing blocks, such as `deterministic_only`.
     """
     return priority(orders, strict=False, batch_invariant_only=False, deterministic_only=False)
 
@@ -41,9 +41,9 @@ def agrees_with_reference(
 ) -> None:
     """Check that the kernel of a provider agrees with the reference, up to a tolerance.
 
-    The default tolerances are the defaults of `torch.testing.assert_close`. A result in float32 or
-    a smaller dtype may exceed the tolerance if its error is at most twice the error of the
-    reference. Both errors are measured against the result of the reference in double.
+    The tolerances default to those of `torch.testing.assert_close`. With these defaults, a result
+    in float32 or a smaller dtype may differ more, as long as its error is at most twice the error
+    of the reference. Both errors are measured against the reference in double.
     """
     kernel = provider_of(call, provider)
     expected = reference_outcome(call)
@@ -57,7 +57,7 @@ def agrees_with_reference(
             raise AssertionError(f"{what} raises {reason(error)}.") from error
         actual = actual[: len(expected)]
     else:
-        record = call.record  # runs the provider's kernel, because the caller set the priority
+        record = call.record  # runs the provider's kernel, because the caller has set the priority
         if record.error is not None:
             raise record.error
         if record.around:
@@ -88,8 +88,8 @@ def _as_near_as_reference(
             return False
         if one.dtype is not other.dtype or not one.is_floating_point() or one.itemsize > 4:
             return False
-        # The provider and the reference may round intermediate values to the dtype of an argument,
-        # so allow for the least precise dtype.
+        # The provider and the reference may round intermediate values to the dtype of any argument,
+        # so use the precision of the least precise one.
         eps = max(torch.finfo(t.dtype).eps for t in (*arguments, one) if t.is_floating_point())
         one, other = one.double(), other.double()
         finite = double.isfinite() & other.isfinite()
@@ -111,7 +111,7 @@ def _as_near_as_reference(
 def reference_outcome(call: Call) -> list[Any]:
     """Return the outcome of the same call with the reference kernel.
 
-    If the reference rejects the arguments, raise NotImplementedError, which skips the case.
+    Raise NotImplementedError if the reference rejects the arguments, so that the case is skipped.
     """
     if call.reference is None:
         with only(call.op, REFERENCE):
@@ -127,7 +127,7 @@ def provider_of(call: Call, name: str) -> Provider:
 
 
 def preferred(providers: Sequence[Provider], device: str) -> Provider:
-    """Return the provider for a device type, or else the provider for all device types."""
+    """Return the provider for a device type, falling back to one for all device types."""
     return min(providers, key=lambda each: (device not in each.devices, None not in each.devices))
 
 
@@ -143,7 +143,7 @@ def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float =
 
 
 def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) -> None:
-    """Check that a row has the same result, bit for bit, whether it is alone or in a batch.
+    """Check that the result for a row is the same, bit for bit, alone and in batches of any size.
 
     `batched` contains the indices of the tensors whose first dimension is the batch dimension.
     """
@@ -179,10 +179,10 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
 
 
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
-    """Check a provider's `supports` function.
+    """Check the `supports` function of a provider.
 
-    `supports` must depend only on its arguments, and must reject all calls that the kernel rejects.
-    `first` is the value that `supports` previously returned for this call, if known.
+    It must depend only on its arguments and return False for every call that the kernel rejects.
+    `first` is the value that `supports` returned for this call earlier, if any.
     """
     operator, kernel = Operator(call.op, "check"), provider_of(call, provider)
 
@@ -200,7 +200,7 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
                 "cached."
             )
 
-    seed_all(20010)  # a seed that `supports` is unlikely to set
+    seed_all(20010)  # unlikely to be the seed that `supports` sets, so that a new seed shows up
     before = process_state()
     answer = ask()
     for name, value in process_state().items():
@@ -240,8 +240,8 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 def _zeros(tensor: Tensor) -> Tensor:
     """Replace a sparse tensor with zeros of the same shape, and return other tensors unchanged.
 
-    `supports` receives most tensors without data, but sparse tensors with data. Its result must not
-    depend on the data, so it must be the same for zeros.
+    torchop strips the data from most tensors before it calls `supports`, but not from sparse
+    tensors. So only for these can the result of `supports` depend on the data, which is a bug.
     """
     return tensor if probes.is_plain(tensor) else torch.zeros_like(tensor)
 

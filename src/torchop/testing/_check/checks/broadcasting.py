@@ -1,4 +1,4 @@
-"""Generate calls that broadcast one argument of an elementwise operator."""
+"""Generate calls in which one argument of an elementwise operator is broadcast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop.testing._check.subject import Subject
 
 
 def broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
-    """Yield examples that broadcast one tensor along one or more dimensions."""
+    """Yield examples in which one tensor is broadcast along one or more dimensions."""
     tensors = example.tensors
     if len(tensors) < 2:
         return
@@ -27,8 +27,8 @@ def broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example
             if size > 1:
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
                 narrowed = requiring_grad_as(example.replace(place, narrow), example)
-                # If the fake kernel returns different sizes than the kernel, the operator does not
-                # support broadcasting here, so skip the call.
+                # If the fake kernel and the kernel disagree about the sizes of results, the author
+                # did not intend to support broadcasting here, so skip the call.
                 if subject.has_fake_sizes(narrowed):
                     yield f"{name} with size 1 in dimension {dim}", narrowed
         if shape is None:
@@ -43,10 +43,10 @@ def broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example
 
 
 def _broadcast_shape(subject: Subject, example: Example) -> tuple[int, ...] | None:
-    """Return a shape to which an elementwise operator broadcasts the tensors of an example.
+    """Return the shape to which an operator broadcasts the tensors of an example.
 
-    Return None for other operators. An operator is elementwise if an index into the broadcast
-    tensors selects the same elements of the results. The shape has at least two dimensions.
+    The shape has at least two dimensions. Return None unless the operator is elementwise, i.e.
+    slicing the broadcast tensors gives the same slices of the results.
     """
     tensors = [tensor.detach() for tensor in example.tensors]
     if subject.is_random or not all(map(probes.is_plain, tensors)):
@@ -82,7 +82,7 @@ def _last_of(shape: Sequence[int], dim: int, tensor: Tensor) -> Tensor:
 
 
 def _reduced(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the first elements of a tensor in a shape that broadcasts to the tensor's shape."""
+    """Slice a tensor down to `shape`, which broadcasts to the original shape."""
     missing = tensor.dim() - len(shape)
     for _ in range(missing):
         tensor = tensor[0]

@@ -1,4 +1,4 @@
-"""Checks of calls under transforms such as vmap and modes such as autocast, and on subclasses."""
+"""Checks of calls in transforms such as vmap, in modes such as autocast, and on subclasses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchop.testing.process_state import seed_torch
 
 
 def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any) -> None:
-    """Check that `vmap` agrees with a loop over the batch."""
+    """Check that the results of `vmap` agree with a loop over the batch."""
     batch = 3
     run, originals = probes.on_tensors(call.op, *call.example)
 
@@ -52,7 +52,7 @@ def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any)
 
 
 def draws_for_each(call: Call) -> None:
-    """Check that random numbers inside `vmap` respect its argument `randomness`."""
+    """Check that random operators respect the `randomness` argument of `vmap`."""
     run, originals = probes.on_tensors(call.op, *call.example)
     mapped = [torch.stack([original, original, original]) for original in originals]
     seed_torch(0)
@@ -90,7 +90,7 @@ def compiles_in_vmap(call: Call) -> None:
 
 
 def maps_gradients_like_a_loop(call: Call) -> None:
-    """Check that per-sample gradients, computed by `vmap` of `grad`, agree with a loop."""
+    """Check that per-sample gradients from `vmap(grad(f))` agree with a loop over the samples."""
     function, inputs = call.function()
     others = [t for t in call.other_values().tensors if t.requires_grad]
     batched = [torch.stack(pair).detach() for pair in zip(inputs, others, strict=True)]
@@ -106,10 +106,10 @@ def maps_gradients_like_a_loop(call: Call) -> None:
 
 
 def runs_in_autocast(call: Call) -> None:
-    """Check a call under autocast.
+    """Check that a call under autocast agrees with a call without autocast.
 
-    The results must agree with a call on the original inputs, or with a call for which all or some
-    inputs were cast, as autocast might do it.
+    For the call without autocast, try the original inputs, and try casting all or some of them,
+    because the autocast rule of the operator may do any of these.
     """
     tensors = call.tensors
     device = tensors[-1].device
@@ -126,12 +126,12 @@ def runs_in_autocast(call: Call) -> None:
     problem = None
     choices: list[Any] = [(lower, ()), (lower, floats), (torch.float32, floats)]
     ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
-    # Autocast may also apply to PyTorch functions inside the kernel, so also accept results whose
-    # intermediate values were rounded.
+    # Autocast may also affect PyTorch functions that the kernel calls, so tolerate the rounding of
+    # intermediate values.
     rounded = probes.rounding(lower, actual)
     ways += [(*each, rounded) for each in choices]
-    # Under autocast, some of PyTorch's functions cast to the lower dtype and others to float32, so
-    # do not compare the dtype of the result here.
+    # Some of PyTorch's functions cast to the lower dtype under autocast and others to float32, so
+    # accept any result dtype for such kernels.
     ways.append((lower, (), {**rounded, "dtypes": False}))
     for dtype, places, tolerances in ways:
         try:
@@ -148,7 +148,7 @@ def runs_in_autocast(call: Call) -> None:
 
 
 def runs_in_inference_mode(call: Call) -> None:
-    """Check that inference mode, `no_grad` and `requires_grad` do not change the outcome."""
+    """Check that the outcome is the same in inference mode, `no_grad`, and with `requires_grad`."""
     expected = call.again()
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
@@ -163,7 +163,7 @@ def runs_in_inference_mode(call: Call) -> None:
 
 
 def takes_subclasses(call: Call) -> None:
-    """Check that the outcome is the same for tensor subclasses that only forward calls."""
+    """Check that the outcome is the same for tensor subclasses that only pass calls through."""
 
     class PassingFunctionTensor(torch.Tensor):
         """A subclass with the default `__torch_function__`. It only forwards calls."""
@@ -207,7 +207,7 @@ def vmap(subject: Subject, details: Details) -> Iterator[Case]:
         written_places = subject.written_places(example)
         for in_dims in choices[:9]:
             if any(in_dims[place] is None for place in written_places):
-                continue  # vmap cannot write a batch of results into a tensor that is not mapped
+                continue  # vmap cannot write a batch of results into an unbatched tensor
             yield _mapped(example, in_dims=in_dims)
         yield _mapped(example, in_dims=choices[0], chunk_size=2)
         if all(tensor.dim() for tensor in tensors):
@@ -251,8 +251,8 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
     try:
         torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
     except RuntimeError as error:
-        # Operators defined with torch.library.custom_op do not support torch.func, and neither do
-        # mutable operators defined with torchop, so skip the check instead of reporting a failure.
+        # Neither operators of torch.library.custom_op nor mutable operators of torchop support
+        # torch.func, so this is a reason to skip the check, not a failure.
         if "functorch transforms" in str(error) or isinstance(error, MissingFormulaError):
             raise CannotCheck(f"the formula does not support torch.func: {reason(error)}") from None
     for example in subject.double_examples[:2]:

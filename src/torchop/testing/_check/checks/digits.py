@@ -25,7 +25,7 @@ def _in_double(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _needs_double() -> Iterator[None]:
-    """Report that a check cannot be done if the operator rejects tensors in double."""
+    """Skip the case, by raising NotImplementedError, if the operator rejects double tensors."""
     try:
         yield
     except CannotCheck:
@@ -37,13 +37,12 @@ def _needs_double() -> Iterator[None]:
 def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
     """Check that the result agrees with the result in double, up to the precision of the dtype.
 
-    If no tolerances are given, they are estimated. Each input is changed by about one unit in the
-    last place of its dtype. The more this changes the results in double, the larger the tolerance
-    is.
+    If no tolerances are given, estimate them: change each input by about one unit in the last place
+    of its dtype, and allow an error in proportion to the resulting change in double.
     """
 
     def moved(share: float) -> Any:
-        """Return the outcome in double, with inputs changed by `share` units in the last place."""
+        """Return the outcome in double after moving inputs by `share` units in the last place."""
         example = call.changed(
             lambda t: (
                 t.double() * (1 + share * torch.finfo(t.dtype).eps * probes.signs_like(t))
@@ -63,8 +62,8 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
             nearby.append(moved(share))
     shapes = [[t.shape for t in probes.tensors_of(each)] for each in (actual, expected, *nearby)]
     if any(each != shapes[0] for each in shapes):
-        # The sizes of results depend on the values, for example if the operator removes
-        # duplicates. The elements then cannot be compared.
+        # Result sizes depend on the values, for example if the operator removes duplicates, so
+        # there are no corresponding elements to compare.
         raise CannotCheck("the sizes of results depend on rounding")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:
@@ -88,7 +87,7 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
 
 
 def computes_in_double(call: Call) -> None:
-    """Check that the kernel does not compute results in double with fewer digits."""
+    """Check that the kernel does not compute double results in a narrower dtype."""
     succeeds(call)
     for index, result in enumerate(call.record.outcome):
         if not isinstance(result, torch.Tensor) or result.dtype is not torch.double:
@@ -103,7 +102,7 @@ def computes_in_double(call: Call) -> None:
 
 
 def keeps_digits_of_half(call: Call) -> None:
-    """Check that the kernel does not compute results in float16 with the precision of bfloat16."""
+    """Check that float16 results are not computed in bfloat16, which has fewer digits."""
     succeeds(call)
     with _needs_double():
         in_double = call.again(call.changed(_in_double))
@@ -126,8 +125,8 @@ def keeps_float_arguments(call: Call, name: str) -> None:
     """Check that the kernel reads a float argument as a double, not as float32.
 
     If a relative change of the argument by 2**-20 affects every element of a result, a change by
-    2**-32 must affect the result, too. If the kernel reads the argument as float32, the change by
-    2**-32 is lost.
+    2**-32 must affect the result, too. It has no effect if the kernel reads the argument as
+    float32, because that rounds the change away.
     """
     value = call.kwargs[name]
 
@@ -146,20 +145,20 @@ def keeps_float_arguments(call: Call, name: str) -> None:
             )
 
 
-# Added to integers: multiples of 2**32, which are lost if a kernel converts int64 to int32.
+# Multiples of 2**32 to add to integers. Converting int64 to int32 in a kernel drops them.
 _UPPER = (2**40, 3 * 2**41, -(2**42))
 
 
 def computes_in_int64(call: Call, place: int) -> None:
     """Check that the results depend on the upper 32 bits of integers.
 
-    The results of a kernel that converts the integers to int32 are the same without these bits,
-    and fit into int32. To leave out operators such as `x % 8`, whose small results depend on the
-    lower bits on purpose, a result must also be larger than 2**24.
+    A kernel that converts the integers to int32 returns the same results without these bits, and
+    its results fit into int32. Some operators, such as `x % 8`, depend only on the lower bits by
+    design. Their results are small, so the check ignores results of up to 2**24.
     """
     tensor = call.tensors[place]
     steps = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-    # Odd numbers below 2**31, so that the lower bits alone give large results.
+    # Use odd numbers below 2**31, because then even the lower bits alone give large results.
     lower = 2**30 + 2**27 * (steps % 7) + 2 * steps + 1
     upper = torch.tensor(_UPPER, device=tensor.device)[steps % len(_UPPER)]
     low, high = (call.valid(call.example.replace(place, each)) for each in (lower, lower + upper))
@@ -188,7 +187,8 @@ def int64(subject: Subject, details: Details) -> Iterator[Case]:
         for place, tensor in enumerate(example.tensors):
             if not probes.has_integers(tensor) or tensor.dtype is not torch.int64:
                 continue
-            # Kernels in C++ often do not validate indices, so do not change possible indices.
+            # C++ kernels often do not validate indices, so do not replace integers that may be
+            # indices.
             if subject.operator.function is None and may_be_places(tensor, example):
                 continue
             label = f"{subject.names(example)[place]} with large integers"
@@ -212,9 +212,9 @@ def float_arguments(subject: Subject, details: Details) -> Iterator[Case]:
 def uses_its_default(call: Call, name: str) -> None:
     """Check that the default of an argument is the same in the kernel and in the schema.
 
-    If a caller passes the default in the schema, the dispatcher drops the argument, and the kernel
-    uses its own default. So a call without the argument must agree with a call that passes a number
-    very close to the default in the schema.
+    If a caller passes the schema's default, the dispatcher drops the argument and the kernel uses
+    its own default. So instead of passing the schema's default, compare a call without the argument
+    to a call that passes a number very close to it.
     """
     near = call.example.kwargs[name]
     kwargs = {k: v for k, v in call.kwargs.items() if k != name}

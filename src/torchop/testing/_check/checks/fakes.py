@@ -1,4 +1,4 @@
-"""Checks of fake kernels, and of compiled and exported programs."""
+"""Checks of fake kernels, and of the compiled and exported programs that depend on them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from torchop.testing.process_state import seed_torch
 
 
 def describes_results(call: Call, symbols: bool = False) -> None:
-    """Check that the fake kernel returns tensors with the same metadata as the real results.
+    """Check that the results of the fake kernel have the same metadata as the real results.
 
-    If `symbols` is true, the fake tensors passed to the fake kernel have symbolic sizes.
+    If `symbols` is true, pass fake tensors with symbolic sizes to the fake kernel.
     """
     succeeds(call)
     mode, (args, kwargs) = _with_fake_tensors(call.example, symbols)
@@ -42,9 +42,9 @@ def describes_results(call: Call, symbols: bool = False) -> None:
 
 
 class WrongMetadata(Exception):  # noqa: N818  (not raised: the cause of an AssertionError)
-    """The `__cause__` of an AssertionError about metadata.
+    """The `__cause__` of an AssertionError about metadata, so that reports can group failures.
 
-    The report groups failures whose causes are equal.
+    Failures with equal causes form one group.
     """
 
 
@@ -85,7 +85,7 @@ def _with_fake_tensors(example: Example, symbols: bool) -> Any:
 
 
 def _metadata(fake: Tensor, real: Tensor) -> Iterator[tuple[str, Any, Any]]:
-    """Yield `(name, fake value, real value)` for each property that must agree."""
+    """Yield `(name, fake value, real value)` for each metadata property that must agree."""
     yield "dtype", fake.dtype, real.dtype
     yield "layout", fake.layout, real.layout
     yield "device", fake.device.type, real.device.type
@@ -112,10 +112,10 @@ _CONTIGUOUS = (
 
 
 def fakes_beside_scalars(call: Call, device: str) -> None:
-    """Check the device of fake results if tensors without dimensions stay on the CPU.
+    """Check the device of fake results when 0-dim tensors are on the CPU and others on `device`.
 
-    PyTorch's own operators accept such tensors together with tensors on another device, and return
-    results on that device.
+    PyTorch's own operators accept this combination and return results on `device`, so the fake
+    kernel must not take the device from a 0-dim tensor.
     """
     with fake_tensors.new_fake_mode():
 
@@ -145,10 +145,10 @@ def fakes_beside_scalars(call: Call, device: str) -> None:
 def fakes_on_the_device(call: Call, device: str) -> None:
     """Check that the fake kernel returns floating-point tensors on the device of the arguments.
 
-    Fake tensors have no memory, so the device need not exist. The fake kernel is called twice, and
-    `device` is the default device in the second call. If a result is on `device` only in the second
-    call, the fake kernel creates the result without `device=`. If a result is on a different device
-    in both calls, the fake kernel does this on purpose.
+    Fake tensors have no memory, so `device` need not exist. Call the fake kernel twice, with
+    `device` as the default device in the second call. A result that is on `device` only in the
+    second call was created without `device=`, which is a bug. A result that is on another device in
+    both calls is there on purpose.
     """
     with fake_tensors.new_fake_mode():
         args, kwargs = call.example.map(
@@ -178,10 +178,10 @@ def fakes_on_the_device(call: Call, device: str) -> None:
 def compiles_the_same(
     call: Call, gradients: bool = False, autocast: torch.dtype | None = None
 ) -> None:
-    """Check that a call compiled with dynamic sizes agrees with a call in eager mode.
+    """Check that a call compiled with dynamic sizes agrees with eager mode.
 
-    If `autocast` is given, both calls are in an autocast region with this dtype, and the backward
-    is outside of the region.
+    If `autocast` is given, both calls run in an autocast region with this dtype, but the backward
+    pass runs outside of it.
     """
     device_type = call.tensors[-1].device.type
     places = probes.written_places(call.op)
@@ -225,7 +225,7 @@ def compiles_the_same(
 def exports_the_same(call: Call, dynamic: Any = ()) -> None:
     """Check that a program returns the same results after it is exported, saved and loaded.
 
-    `dynamic` contains sizes. Every dimension with one of these sizes is exported as dynamic.
+    Export every dimension whose size is in `dynamic` as a dynamic dimension.
     """
     function, originals = probes.on_tensors(call.op, *call.example)
 
@@ -251,7 +251,8 @@ def exports_the_same(call: Call, dynamic: Any = ()) -> None:
 def registers_autograd(call: Call) -> None:
     """Check that results do not require grad if no kernel is registered at an autograd key.
 
-    If a result requires grad, autograd has recorded the functions that the kernel calls.
+    Otherwise, autograd has recorded the PyTorch functions that the kernel calls, and compilers and
+    transforms do not see these.
     """
     args, kwargs = call.example.copy()
     try:
@@ -389,7 +390,7 @@ def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _open_sizes(subject: Subject, example: Example) -> list[int]:
-    """Return the sizes of an example that can be increased without making the kernel raise."""
+    """Return the sizes that can grow by 1 or 2 without making the kernel raise."""
 
     def is_open(size: int) -> bool:
         resized = [e for _, e in each_resized(example, {size: size + 1}, {size: size + 2})]

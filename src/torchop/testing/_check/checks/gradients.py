@@ -1,4 +1,4 @@
-"""Checks that gradients are correct, and that backward detects writes to saved tensors."""
+"""Checks that gradients are correct, and that writes to saved tensors are detected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchop.testing.process_state import seed_torch
 def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> None:
     """Check gradients against finite differences.
 
-    If the check fails, it is repeated at nearby inputs, because the function may have a kink at the
+    If the check fails, repeat it at nearby inputs, because the function may have a kink at the
     original inputs, like relu at 0.
     """
     function, inputs = call.function()
@@ -47,8 +47,8 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
 
     def check_at(tensors: Any) -> None:
         if is_large and order == 1 and not forward:
-            # Check one direction first, because gradcheck takes minutes to report an incorrect
-            # gradient.
+            # Check a single direction first, because gradcheck takes minutes to report an incorrect
+            # gradient of large tensors.
             probes.slope_is_right(function, tensors)
         check(function, tensors, **options)
 
@@ -73,17 +73,15 @@ def gradients_are_finite_and_right(call: Call) -> None:
 def gradients_are_right_if_broadcast(call: Call, is_double: bool = True) -> None:
     """Check gradients against finite differences, unless backward rejects broadcast arguments.
 
-    If the arguments are not in double, check the slope in one direction only.
-
-    A rejection is not a failure, because the forward of many operators accepts more shapes than the
-    author intends.
+    A rejection is not a failure, because many kernels accept more shapes than the author of the
+    operator intended. If the arguments are not in double, check the slope in one direction only.
     """
     function, inputs = call.function()
     try:
         probes.gradients(function, inputs)
     except RuntimeError as error:
-        # Autograd and torchop raise these errors if the formula returned a gradient of the wrong
-        # shape, which is a failure. Any other exception means that the formula rejects the call.
+        # Autograd and torchop raise these two errors if the formula returns a gradient of the wrong
+        # shape, which is a failure. With any other exception, the formula rejects the call.
         is_of_autograd = "returned an invalid gradient" in str(error)
         if not is_of_autograd and not isinstance(error, GradientError):
             raise CannotCheck(f"backward refuses it: {reason(error)}") from None
@@ -92,7 +90,7 @@ def gradients_are_right_if_broadcast(call: Call, is_double: bool = True) -> None
 
 
 def _moved(call: Call, distance: float) -> list[Tensor]:
-    """Return the tensors that require grad, after adding random numbers from 0 to `distance`."""
+    """Return the tensors that require grad, moved by random numbers between 0 and `distance`."""
     moved = call.changed(
         lambda t: (
             (t.detach() + distance * torch.rand_like(t)).requires_grad_() if t.requires_grad else t
@@ -102,7 +100,7 @@ def _moved(call: Call, distance: float) -> list[Tensor]:
 
 
 def gradients_are_double(call: Call) -> None:
-    """Check that the formula does not compute gradients in double with fewer digits."""
+    """Check that the gradients of double arguments are not computed in a narrower dtype."""
     function, _ = call.function()
     seed_torch(0)
     moved = _moved(call, -1e-9)
@@ -137,9 +135,10 @@ def gradients_are_numbers(call: Call, what: str) -> None:
 
 
 def slopes_are_right(call: Call) -> None:
-    """Check float32 gradients against finite differences, in one direction, at three points.
+    """Check float32 gradients against finite differences, along a single direction.
 
-    Agreement at one point is enough, because the function may have kinks at the other points.
+    Try up to three points. One agreement is enough, because the function may have kinks at the
+    other points.
     """
     function, _ = call.function()
     problem: RuntimeError | None = None
@@ -157,7 +156,7 @@ def slopes_are_right(call: Call) -> None:
 
 
 def saved_tensors_are_watched(call: Call) -> None:
-    """Check that backward raises, or is unaffected, if tensors are modified after the forward."""
+    """Check that writes to tensors after the forward pass make backward raise, or do not matter."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for what in ("arguments", "results"):
@@ -180,7 +179,7 @@ def saved_tensors_are_watched(call: Call) -> None:
 
 
 def _unwatched(results: Sequence[Tensor], written: Sequence[Tensor]) -> str:
-    """Return which attributes of `ctx` share memory with tensors that were written."""
+    """Return a message that names the attributes of `ctx` that share memory with `written`."""
     names = {
         f"ctx.{name}"
         for node in {result.grad_fn for result in results if result.grad_fn is not None}
@@ -210,9 +209,9 @@ def _shares_memory(value: Any, tensor: Tensor) -> bool:
 
 
 def incoming_gradients_are_kept(call: Call) -> None:
-    """Check that backward does not write into incoming gradients.
+    """Check that backward does not modify its incoming gradients in place.
 
-    Autograd may pass the same gradient tensor to other nodes.
+    Autograd may pass the same gradient tensor to other nodes, which would read the modified values.
     """
     function, inputs = call.function()
     results = [result for result in function(*inputs) if result.requires_grad]
@@ -230,7 +229,7 @@ def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]
         except BaseException as error:
             answer.set_exception(error)
 
-    # Run the thread in a copy of the caller's context, which contains the provider priority.
+    # The provider priority is a context variable, so run the thread in a copy of this context.
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(differentiate,), daemon=True).start()
     try:
@@ -256,7 +255,7 @@ def _func_vjp(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     return [*pull_back(torch.ones((), dtype=torch.double))]
 
 
-# Alternatives to a plain `torch.autograd.grad` call. All must compute the same gradients.
+# Other ways to compute gradients. All of them must agree with a plain `torch.autograd.grad` call.
 WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
     "in another thread": _in_another_thread,
     "of torch.func.grad": _func_grad,
@@ -265,7 +264,7 @@ WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
 
 
 def same_gradients(call: Call, ways: Sequence[str]) -> None:
-    """Check that autograd's gradients agree with gradients computed in other `ways`."""
+    """Check that all of the given `ways` compute the same gradients as `torch.autograd.grad`."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for way in ways:
@@ -280,7 +279,7 @@ gradient_case = functools.partial(Case, group="gradient")
 
 
 def needs_formula(subject: Subject, order: int = 1) -> None:
-    """Raise CannotCheck if the operator has no derivative of this order."""
+    """Raise CannotCheck if the operator does not support derivatives of this order."""
     if not subject.has_autograd_kernel:
         raise CannotCheck("no autograd formula: no kernel is registered at an autograd key")
     try:
@@ -308,9 +307,10 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
 
 
 def trainable_example(subject: Subject) -> Example | None:
-    """Return the first example, after making its floating-point tensors require grad.
+    """Return the first accepted example, with floating-point tensors that require grad.
 
-    Return None if the operator mutates arguments, or has no autograd formula.
+    Return None if the example has no such tensors, or if the operator mutates arguments or has no
+    autograd formula.
     """
     if subject.schema.is_mutable:
         return None
@@ -329,7 +329,7 @@ def requiring_grad(example: Example) -> Example:
 
 
 def _needs_digits(subject: Subject) -> None:
-    """Raise CannotCheck if results are not precise enough for finite differences."""
+    """Raise CannotCheck if a result is too imprecise for finite differences, which need double."""
     function, inputs = Call(subject.op, *subject.double_examples[0]).function()
     for result in function(*inputs):
         if result.requires_grad and torch.finfo(result.dtype).bits < 64:
@@ -439,7 +439,7 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def with_formula(subject: Subject, label: str, probe: Any, order: int = 1) -> Iterator[Case]:
-    """Yield a case for each of the first two trainable examples."""
+    """Yield a case for up to two trainable examples, if derivatives of this order exist."""
     needs_formula(subject, order)
     for example in subject.trainable_examples[:2]:
         yield gradient_case(label, example, probe=probe)

@@ -1,4 +1,4 @@
-"""Checks that backward handles gradients in any layout, and inputs that require no grad."""
+"""Checks that backward supports incoming gradients in any layout, and inputs without grad."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchop.testing.process_state import seed_torch
 
 
 def incoming_gradient(result: Tensor) -> Tensor:
-    """Return an incoming gradient for a result, with a different value for each element."""
+    """Return an incoming gradient for a result, in which all elements have different values."""
     values = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
     return values.reshape(result.shape).to(result.dtype)
 
 
 def second_derivatives_of_each_are_the_same(call: Call) -> None:
-    """Check that second derivatives do not change if some of the tensors require no grad."""
+    """Check that second derivatives stay the same if some of the tensors do not require grad."""
     function, inputs = call.function()
     every = range(len(inputs))
 
@@ -63,9 +63,8 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
     compare("the incoming gradient", every, every, True)
 
 
-# Maps each layout of incoming gradients to a phrase and a function. The phrase, for error messages,
-# names an operation whose backward produces gradients in this layout. The function copies a
-# gradient into the layout.
+# For each layout of incoming gradients: a phrase for error messages, which names an operation whose
+# backward pass produces gradients in this layout, and a function that copies a gradient into it.
 GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
     "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
@@ -76,10 +75,10 @@ GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
-    """Repeat the first element along each dimension in `dims`, with stride 0.
+    """Expand the first element along each dimension in `dims`, with stride 0.
 
-    The storage is as large as a contiguous tensor would need, and its unused part is filled with
-    NaN. So a kernel that ignores the strides reads NaN instead of reading out of bounds.
+    Allocate as much storage as a contiguous tensor needs and fill the unused part with NaN, so that
+    a kernel that ignores the strides reads NaN instead of reading out of bounds.
     """
     memory = values.new_full((values.numel() + GUARD,), float("nan"))
     strides, first = [*contiguous_strides(values.shape)], values
@@ -90,9 +89,9 @@ def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
 
 
 def gradients_are_read_by_strides(call: Call, layout: str) -> None:
-    """Check that the memory layout of an incoming gradient does not change backward's results.
+    """Check that the backward pass gives the same gradients if incoming gradients have `layout`.
 
-    The check gives the incoming gradient of each result in turn the memory layout `layout`.
+    Only one incoming gradient has this layout at a time, and all results are tried in turn.
     """
     function, inputs = call.function()
     when, laid_out = GRADIENT_LAYOUTS[layout]
@@ -125,16 +124,16 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
             text = f"{what}: backward raised {raised}. {_READ_BY_STRIDES}"
             raise AssertionError(text) from error
         problem = _difference(actual, expected, what)
-        # If even two calls of backward with equal gradients differ, backward draws random numbers,
-        # so its results cannot be compared.
+        # If two backward passes differ even for the same incoming gradients, backward draws random
+        # numbers, so a difference says nothing about the layout.
         if problem and not _difference(backward(place, in_fresh_memory), expected, what):
             raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")
 
 
 def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
     try:
-        # A kernel may round differently in a different layout, so tolerate the rounding error of
-        # float16. A kernel that ignores strides makes larger errors.
+        # A kernel may round differently for another layout, so tolerate rounding errors of float16.
+        # Ignoring the strides causes larger errors.
         tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
         probes.assert_same(actual, expected, what, **tolerances)
     except AssertionError as error:
@@ -160,7 +159,7 @@ def grad_strides(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def gradients_of_each_are_the_same(call: Call) -> None:
-    """Check that each argument gets the same gradient if it is the only one that requires grad."""
+    """Check that an argument gets the same gradient if no other argument requires grad."""
     function, inputs = call.function()
     together = probes.gradients(function, inputs)
     for place, expected in enumerate(together):
@@ -178,7 +177,10 @@ def gradients_of_each_are_the_same(call: Call) -> None:
 
 
 def gradients_are_made_anew(call: Call) -> None:
-    """Check that a backward does not change the gradients of an earlier backward, or use them."""
+    """Check that each backward pass returns new gradients.
+
+    It must neither overwrite the gradients of an earlier backward pass nor add to them.
+    """
     function, inputs = call.function()
 
     def backward(scale: float) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Find integer arguments whose elements may repeat, such as the indices of a gather."""
+"""Find integer tensors in which elements may repeat, such as the indices of a gather."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torchop.testing._check.subject import Subject
 
 
 def that_may_repeat(example: Example) -> list[int]:
-    """Return the positions of integer tensors whose elements may repeat, such as gather indices.
+    """Return the positions of integer tensors in which elements may repeat, such as gather indices.
 
-    Scatter indices are left out, because an operator may require them to be distinct. An integer
-    tensor probably contains scatter indices if one of its sizes is also a size of another tensor.
+    Leave out scatter indices, because an operator may require distinct ones. This is a heuristic:
+    if an integer tensor shares a size with a floating-point tensor, assume scatter indices.
     """
     floats = [tensor for tensor in example.tensors if not probes.has_integers(tensor)]
     lengths = {size for tensor in floats for size in tensor.shape}
@@ -26,15 +26,16 @@ def that_may_repeat(example: Example) -> list[int]:
 
 
 def gathers(subject: Subject, example: Example, place: int) -> bool:
-    """Return whether the results have a slice for each integer, and equal ones for equal integers.
+    """Return whether an integer tensor is used like the indices of a gather.
 
-    `place` is the position of the integers in the tensors of the example.
+    In this case, a result has one slice for each integer, and equal integers give equal slices.
+    `place` is the position of the integer tensor in `example.tensors`.
     """
     integers = example.tensors[place]
     if not probes.has_integers(integers) or integers.dim() != 1 or len(integers) < 2:
         return False
     if is_permutation(integers):
-        return False  # the formula may rely on it, e.g. by applying the inverse permutation
+        return False  # the formula may require a permutation, e.g. to invert it
     try:
         with torch.no_grad():
             one, other = (

@@ -1,4 +1,4 @@
-"""Checks that a call does not change the results of later calls of the operator."""
+"""Checks that calls of the operator do not affect the results of later calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchop.testing._check.variants import other_scalars
 from torchop.testing._fork import Worker, WorkerError, can_fork
 from torchop.testing.process_state import restored
 
-# The seconds after which a call in a fork is killed, and not compared.
+# The time limit in seconds for a call in a fork. A slower call is killed and not compared.
 _LONGEST_CALL = 5.0
 
 
@@ -33,8 +33,8 @@ def has_no_memory(call: Call, others: Any) -> None:
             with contextlib.suppress(Exception):  # even failed calls must not change later results
                 call.again(other)
         probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
-    # A faulty kernel may cache results by the address of its arguments. To detect this, change the
-    # values of the tensors in place, and compare with calls on copies at other addresses.
+    # A faulty kernel may use the addresses of its arguments as cache keys. To detect this, change
+    # the tensors in place and compare with calls on copies, which have other addresses.
     try:
         call.changed(_minus_twice)
     except CannotCheck:
@@ -42,7 +42,7 @@ def has_no_memory(call: Call, others: Any) -> None:
     same = tuple(call.example.copy())
     probes.outcome(call.op, *same)
     probes.mapped(same, lambda t: t.copy_(_minus_twice(t)))
-    # Make 32 copies, because the allocator may place some at the address of an earlier argument.
+    # Make 32 copies, because the allocator may reuse the addresses of earlier arguments for some.
     elsewhere = [probes.copies(same) for _ in range(32)]
     try:
         here, *there = (probes.outcome(call.op, *each) for each in (same, *elsewhere))
@@ -57,11 +57,11 @@ def _minus_twice(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_the_first(call: Call, before: Any, first: Any) -> None:
-    """Check that a call after another one returns `first`, its outcome in a new process.
+    """Check that a call returns `first`, its outcome in a new process, after the call `before`.
 
-    A faulty kernel may keep a value of its first call, such as a table that fits the sizes of that
-    call. All later calls then agree with each other, so compare with a process that has no such
-    value.
+    A faulty kernel may keep a value from its first call, such as a lookup table for the sizes of
+    that call. All later calls in this process then agree with each other, so only a comparison with
+    a new process shows the error.
     """
     with contextlib.suppress(Exception):  # even failed calls must not change later results
         call.again(before)
@@ -76,19 +76,19 @@ def is_the_first(call: Call, before: Any, first: Any) -> None:
 
 
 def note_first_outcomes(subject: Subject) -> None:
-    """Call the operator in forks of the process, before the process itself calls it.
+    """Record outcomes of calls in forks, before this process calls the operator itself.
 
-    Each fork makes a single call, and so has no values of earlier calls.
+    Each fork makes a single call, so its outcome cannot depend on earlier calls.
     """
     if subject.is_random or not can_fork():
         return
     (example, *_) = subject.examples
-    # The first call of an operator of `torch.library` imports Dynamo. Import it here, because each
-    # fork would import it again.
+    # The first call of an operator of `torch.library` imports Dynamo. Import it before forking, so
+    # that the forks do not each import it again.
     on_demand.import_dynamo()
     with contextlib.suppress(CannotCheck, WorkerError):
         others = _others(subject, [], example)["others"]
-        # The last one has other values in tensors of the same sizes.
+        # Always include the last call, which passes tensors of the same sizes with other values.
         for arguments in [*others[: _MOST_FORKS - 1], *others[_MOST_FORKS - 1 :][-1:]]:
             other = Example(*arguments)
             if subject.declined(other) is None:
@@ -103,7 +103,8 @@ def _in_a_fork(call: Call) -> list[Any]:
     def answer(request: None) -> bytes:
         with restored(), torch.no_grad():
             outcome = call.again()
-        # The fork would send a tensor as a handle of shared memory, which ends with the fork.
+        # Serialize the outcome here. By default, torch sends tensors between processes as handles
+        # of shared memory, which are no longer valid once the fork exits.
         file = io.BytesIO()
         torch.save(outcome, file)
         return file.getvalue()
@@ -127,7 +128,7 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
     example = subject.examples[0]
     for other, first in subject.first_outcomes:
         compared = {"before": tuple(example), "first": first}
-        # With `calls=False`, an exception is a failure, because the call succeeded in the fork.
+        # The call succeeded in the fork, so `calls=False` turns an exception here into a failure.
         yield Case(
             "the call in a new process",
             other,

@@ -20,7 +20,10 @@ from torchop.testing.process_state import threads as count_threads
 
 
 def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None:
-    """Check that calls, or calls with backward, leak neither Python objects nor memory."""
+    """Check that calls leak no Python objects, memory, files or threads.
+
+    If `gradients` is true, each call also runs the backward pass.
+    """
     given = call.example.copy()
     function, inputs = probes.as_function(call.op, *given)
 
@@ -31,8 +34,8 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         with torch.no_grad():
             call.op(*given.args, **given.kwargs)
 
-    # Memory also grows while a call fills a cache or a pool of memory. So report a leak only if
-    # the same counter grows in several runs, most of them with more calls than all runs before.
+    # Memory also grows while calls fill a cache or a memory pool. So report a leak only if the same
+    # counter grows in every run, although later runs make more calls.
     leaking: set[str] = set()
     for run, each in enumerate((calls // 4, calls // 4, calls // 2, 2 * calls)):
         started = time.perf_counter()
@@ -40,8 +43,8 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         leaking = leaking & growths.keys() if run else {*growths}
         if not leaking:
             return
-        # If files or threads leak, stop, because more calls could exceed the limits of the process.
-        # If a run takes long, do not start a longer run.
+        # Stop early if files or threads leak, because more calls could exceed the limits of the
+        # process, or if this run was slow, because the next run makes at least as many calls.
         is_over = time.perf_counter() - started > _SECONDS_OF_RUN
         if run and (is_over or leaking & {"open files", "threads"}):
             break
@@ -53,18 +56,18 @@ _SECONDS_OF_RUN = 1.0
 
 
 def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
-    """Return the counters that indicate a leak, and how much they grow in every `each` calls.
+    """Return the counters that indicate a leak, with their growth over every `each` calls.
 
-    A counter indicates a leak if it grows every time, by about the same amount.
+    A counter indicates a leak if it grows by about the same amount every time.
     """
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
-    # The loop runs a full garbage collection before it reads the counters, because only a full
-    # collection clears CPython's free lists, which would otherwise look like a leak. Freeze all
-    # existing objects first, so that the collections skip these objects and are fast.
+    # The loop below runs a full garbage collection before it reads the counters, because only a
+    # full collection clears CPython's free lists, which would otherwise look like a leak. Freeze
+    # all existing objects first, so that these collections skip them and stay fast.
     gc.freeze()
-    # Maps the name of each counter to a function that reads the counter, and to the smallest growth
-    # per call that is considered a leak.
+    # For each counter: a function that reads it, and the smallest growth per call that counts as a
+    # leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
         "open files": (open_files, 1),
         "threads": (count_threads, 1),
@@ -88,8 +91,8 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     growths: dict[str, list[int]] = {}
     for what, (_, limit) in counters.items():
         growth = [after - before for before, after in itertools.pairwise(counts[what])][1:]
-        # A leak grows by the same amount every time, whereas a cache, for example in the backward
-        # thread, grows less and less.
+        # A leak grows by the same amount every time. A cache, for example in the backward thread,
+        # grows less and less.
         if min(growth) >= limit * each and growth[-1] >= 0.8 * growth[0]:
             growths[what] = growth
     return growths

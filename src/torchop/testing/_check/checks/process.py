@@ -1,4 +1,4 @@
-"""Checks of the side effects of a call on the process, and of repeated and concurrent calls."""
+"""Checks for side effects on the process, and checks of repeated and concurrent calls."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _differ(actual: Any, expected: Any) -> bool:
 def is_repeatable(call: Call, first: Any = None) -> None:
     """Check that calls with the same arguments return bitwise identical results.
 
-    The results are compared with `first`, the outcome of the first call in the process. If `first`
-    is None, they are compared with another call.
+    Compare the results with `first`, the outcome of the first call in the process. If `first` is
+    None, compare them with one more call.
     """
     expected = call.again() if first is None else first
     end = time.perf_counter() + 0.2
@@ -77,14 +77,14 @@ def _drawn(call: Call, seed: int) -> list[Any]:
 
 
 def draws_from_its_generator(call: Call) -> None:
-    """Check that random results depend only on the generator that is passed as an argument."""
+    """Check that an operator with a generator argument ignores PyTorch's default generator."""
     drawn = [_drawn(call, seed) for seed in (1, 2)]
     what = "with an equal generator, and another seed of PyTorch's default generator"
     probes.assert_same(drawn[1], drawn[0], what, rtol=0, atol=0)
 
 
 def draws_anew(call: Call) -> None:
-    """Check that the call draws random numbers, and does not seed a generator."""
+    """Check that each call draws new random numbers instead of seeding a generator."""
     results = []
     for seed in range(16):
         seed_all(seed)
@@ -110,7 +110,7 @@ def draws_anew(call: Call) -> None:
 
 
 def keeps_no_input(call: Call) -> None:
-    """Check that the operator does not keep the memory of its arguments alive after the call."""
+    """Check that the memory of the arguments can be released as soon as the call returns."""
     names = iter(call.names)
     watched = []
 
@@ -131,14 +131,15 @@ def keeps_no_input(call: Call) -> None:
         raise AssertionError(f"the memory of {alive[0]} is not released after the call.")
 
 
-# Values that switch a feature on or off. None means that the variable is not set.
+# Common values of variables that turn a feature on or off. None unsets the variable.
 _ENVIRONMENT = ("1", "0", "", "on", None)
 
 
 def ignores_environment(call: Call) -> None:
     """Check that results do not depend on the environment variables that the kernel reads.
 
-    The check detects only variables that Python code reads through `os.environ` or `os.getenv`.
+    Best effort: the check sees only variables that Python code reads from `os.environ` or with
+    `os.getenv`.
     """
     read: list[str] = []
     lookup = type(os.environ).__getitem__
@@ -188,14 +189,14 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
 
     If `draws` is true, the call may advance random number generators.
     """
-    # Start from unusual values, because a kernel that sets one of these values would then almost
-    # certainly change it.
+    # Start from an unusual seed and number of threads. If the kernel sets either one, it almost
+    # certainly chooses another value, so the change shows up.
     seed_all(20010)
     torch.set_num_threads(7)
     process, forked = os.getpid(), forks()
     with torch.enable_grad(), warnings.catch_warnings():
-        # If the kernel replaces the warning filters, this filter disappears, so the check notices
-        # the change. The filter also suppresses warnings during the call.
+        # This filter suppresses warnings during the call. It also reveals a kernel that replaces
+        # the warning filters, because then it is missing afterwards.
         warnings.filterwarnings("ignore", ".*")
         example, before = call.example.copy(), process_state()
         call.op(*example.args, **example.kwargs)
@@ -231,8 +232,8 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         yield Case("repeated calls", example, probe=is_repeatable)
         options = {"first": subject.first_calls[subject.place(example)].record.outcome}
-        # The first call succeeded, so an equal call must not raise. With `calls=False`, an
-        # exception is a failure.
+        # The first call succeeded, so an equal call must not raise. `calls=False` turns an
+        # exception into a failure, which otherwise would count as rejecting the arguments.
         yield Case(
             "the first call",
             example,
@@ -244,7 +245,7 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
             shrink=False,
         )
         arguments = (*example.args, *example.kwargs.values())
-        # Dropout and similar operators do not draw random numbers if the probability is 0 or 1.
+        # Operators such as dropout draw no random numbers if the probability is 0 or 1.
         is_off = any(value in (0, 1) for value in arguments if type(value) in (int, float, bool))
         if any(isinstance(argument, torch.Generator) for argument in arguments):
             yield Case("two equal generators", example, probe=draws_from_its_generator)
@@ -283,14 +284,14 @@ def environment(subject: Subject, details: Details) -> Iterator[Case]:
 def _run_once(call: Call, arguments: Any, expected: Any, what: str, tolerances: Any) -> None:
     args, kwargs = probes.copies(arguments)
     result = probes.leaves(call.op(*args, **kwargs))
-    right = expected[: len(result)]  # without the arguments, which follow the results
-    # Allow for rounding, because the call in another thread affects the number of OpenMP threads,
-    # which in turn affects the order of additions.
+    right = expected[: len(result)]  # drop the written arguments, which follow the results
+    # Allow for rounding, because a concurrent call may change the number of OpenMP threads, and so
+    # the order of additions.
     probes.assert_same(result, right, what, **tolerances)
 
 
 def _is_steady(call: Call, pairs: Sequence[tuple[Any, Any]], tolerances: Any) -> bool:
-    """Return whether alternating calls in this thread give the results in `pairs`."""
+    """Return whether the calls give their expected results when they alternate in this thread."""
     try:
         for number in range(20):
             # In half of the calls, `torch.empty` returns NaN.
@@ -303,13 +304,14 @@ def _is_steady(call: Call, pairs: Sequence[tuple[Any, Any]], tolerances: Any) ->
 
 
 def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None:
-    """Check that two threads that call the operator at the same time get the right results."""
+    """Check that both threads get correct results if they call the operator at the same time."""
     own = (tuple(call.example), call.again())
     pairs = [own, own]
     with contextlib.suppress(Exception):  # the operator refuses the other values
         others = tuple(call.other_values())
         pairs = [own, (others, call.again(others))]
-    # A kernel that reads out of bounds for the other values returns arbitrary values.
+    # With the other values, the kernel may read out of bounds and return arbitrary results. If so,
+    # pass the same values in both threads.
     if not _is_steady(call, pairs, tolerances):
         pairs = [own, own]
         if not _is_steady(call, pairs, tolerances):
@@ -328,7 +330,7 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
         except BaseException as error:
             problems.append(error)
 
-    # Run each thread in a copy of the caller's context, which contains the provider priority.
+    # The provider priority is a context variable, so run each thread in a copy of this context.
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, *pair), daemon=True)
         for pair in pairs

@@ -43,27 +43,30 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
         )
         made = subject.with_provider(provider, unsupported)
         pairs = provider.tolerance.values()
-        if pairs:  # two calls of this kernel may differ by the tolerance that it declares
+        if pairs:  # even two calls of this kernel may differ by its declared tolerance
             limits = map(max, zip(*pairs, strict=True))
             made.tolerances = dict(zip(("rtol", "atol"), limits, strict=True))
         yield made
 
 
 def order_of(subject: Subject) -> str | None:
-    """Return the name of the provider to check, or None if the operator has no providers."""
+    """Return the name of the provider under test, or None if the operator has no providers.
+
+    While the reference kernel is under test, return the name that stands for it in priorities.
+    """
     if subject.provider is not None:
         return subject.provider.name
     return REFERENCE if providers_of(subject.op) else None
 
 
 def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that makes the operator run the kernel that is being checked."""
+    """Return a context manager in which the operator runs only the kernel under test."""
     name = order_of(subject)
     return contextlib.nullcontext() if name is None else only(subject.op, name)
 
 
-# "extremes" is excluded, because whether a sum of extreme numbers overflows depends on the order of
-# additions.
+# Leave out "extremes", because a sum of extreme numbers may overflow in one kernel but not in
+# another, depending on the order of additions.
 _COMPARED = [
     variant
     for name, variant in VARIANTS.items()
@@ -72,14 +75,14 @@ _COMPARED = [
 
 
 def declared(subject: Subject) -> Provider:
-    """Return the provider to check, or raise CannotCheck if the operator has none."""
+    """Return the provider under test, or raise CannotCheck if the operator has none."""
     if subject.provider is None:
         raise CannotCheck("the operator has no provider")
     return subject.provider
 
 
 def compared(subject: Subject, details: Details) -> Iterator[Case]:
-    """Yield the cases of all variants. Before each case, record the same call of the reference."""
+    """Yield the cases of all variants, after recording each call with the reference kernel."""
     base = subject.of_reference
     declared(subject)
     for variant in _COMPARED:
@@ -150,7 +153,8 @@ def batch_invariant(subject: Subject, details: Details) -> Iterator[Case]:
         tensors = enumerate(example.tensors)
         lengths = {n: len(t) for n, t in tensors if probes.is_plain(t) and t.dim()}
         rows = next(iter(lengths.values()), 0)
-        # Assume that a tensor has a batch dimension if it has as many rows as the first tensor.
+        # Assume that the first dimension is the batch dimension in every tensor that has as many
+        # rows as the first tensor.
         batched = [n for n, length in lengths.items() if length == rows]
         if rows:
             options = {"provider": provider, "batched": batched}

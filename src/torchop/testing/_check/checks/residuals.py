@@ -1,4 +1,4 @@
-"""Checks of residuals, i.e. of kernel outputs that only the backward uses."""
+"""Checks of residuals, i.e. of kernel outputs that are only used in the backward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchop.testing._saved import saved_bytes
 
 
 def same_in_training(call: Call) -> None:
-    """Check that the result of a call does not change, bit for bit, if residuals are computed."""
+    """Check that computing residuals does not change the result of a call, bit for bit."""
     with torch.no_grad():
         expected = call.again()
     actual = call.again()
@@ -32,7 +32,7 @@ def same_in_training(call: Call) -> None:
 
 
 def residuals_stay(call: Call) -> None:
-    """Check that residuals own their memory, so that a later call does not change them."""
+    """Check that residuals own their memory, so a later call cannot overwrite them."""
     form, flat = _training(call)
     residuals = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     before = [tensor.clone() for tensor in residuals]
@@ -72,7 +72,7 @@ def every_residual_is_read(call: Call) -> None:
 
     declared.named = Watched
     try:
-        with native.disabled():  # native calls would not use the class `Watched`
+        with native.disabled():  # native calls bypass the Python class, so `Watched` sees no reads
             call.op(*call.args, **call.kwargs)
     finally:
         declared.named = named
@@ -85,7 +85,7 @@ def every_residual_is_read(call: Call) -> None:
 
 
 def _training(call: Call) -> tuple[Any, Any]:
-    """Return the helper operator that also returns residuals, and its arguments for this call."""
+    """Return the helper operator whose kernel also returns residuals, and its flat arguments."""
     op, (args, kwargs) = call.op, call.example
     definition = _definition(op)
     form = definition.declaration.residuals.training_form(definition)
@@ -104,8 +104,8 @@ def _tensors(form: Any, result: Any) -> list[Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The function that yields the cases of the residuals check. Reports print the first line of the
-# function's docstring.
+# The function that yields the cases of the residuals check. Reports print the first line of its
+# docstring as the question that the check answers.
 
 
 def residuals(subject: Subject, details: Details) -> Iterator[Case]:
@@ -123,6 +123,6 @@ def residuals(subject: Subject, details: Details) -> Iterator[Case]:
         ):
             yield Case(label, example, group="gradient", probe=probe)
     yield Case("the residuals that are read", examples[0], None, "gradient", every_residual_is_read)
-    # Measure the saved bytes last, because an incorrect operator may raise here.
+    # Measure the saved bytes only after all cases, because the call raises for a faulty operator.
     args, kwargs = examples[0].copy()
     details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)

@@ -30,9 +30,9 @@ def succeeds(call: Call) -> None:
 def same_as_contiguous(
     call: Call, expected: Any = None, what: str = "the call", **tolerances: Any
 ) -> None:
-    """Check that the call agrees with a call on contiguous copies, or with `expected`.
+    """Check that the outcome agrees with `expected`, or with a call on contiguous copies.
 
-    Also check that the call does not write to the memory around the tensors.
+    Also check that the call does not write outside of its tensors, to the memory around them.
     """
     succeeds(call)
     if call.record.swapped is not None:
@@ -43,14 +43,15 @@ def same_as_contiguous(
     try:
         probes.assert_same(call.record.outcome, expected, what, **tolerances)
     except AssertionError:
-        writes_every_element(call, what)  # raises a clearer error if elements are uninitialized
+        writes_every_element(call, what)  # has a clearer message if elements are uninitialized
         raise
 
 
 def has_declared_layouts(call: Call) -> None:
     """Check that the result does not depend on the strides of an argument with a declared layout.
 
-    In inference mode, the dispatcher skips the Autograd kernel, which copies such arguments.
+    The Autograd kernel copies such an argument into its declared layout. The dispatcher skips this
+    kernel in inference mode, so the check repeats the call there.
     """
     expected = call.contiguous
     for what, mode in (("", contextlib.nullcontext), (" in inference mode", torch.inference_mode)):
@@ -59,9 +60,9 @@ def has_declared_layouts(call: Call) -> None:
 
 
 def same_or_refused(call: Call, what: str) -> None:
-    """Check that the call either raises or gives the right results.
+    """Check that the call either raises or returns correct results.
 
-    The right results are those of a call whose arguments do not share memory with each other.
+    The results must agree with a call on contiguous copies, which do not share memory.
     """
     if call.record.error is None:
         probes.assert_same(call.record.outcome, call.contiguous, what)
@@ -71,7 +72,7 @@ def writes_every_element(call: Call, what: str = "the call", **tolerances: Any) 
     """Check that no element of the results is uninitialized memory from `torch.empty`."""
     succeeds(call)
     if call.record.mutation is not None:
-        return  # the first call changed the arguments, so a second call cannot be compared
+        return  # the first call modified its arguments, so a second call may differ
     for index, (one, other) in enumerate(zip(call.record.outcome, _in_zeros(call), strict=True)):
         try:
             probes.assert_same([one], [other], what, **tolerances)
@@ -92,7 +93,7 @@ def _in_zeros(call: Call) -> list[Any]:
 
 
 def keeps_its_schema(call: Call) -> None:
-    """Check that the call writes only to arguments declared as mutated, and returns new memory."""
+    """Check that the call mutates only declared arguments and returns tensors in fresh memory."""
     succeeds(call)
     if call.record.mutation is not None:
         raise call.record.mutation
@@ -115,7 +116,8 @@ def keeps_its_schema(call: Call) -> None:
                     f"{where} and {other_place} of {schema} share memory. Return a copy of one."
                 )
         example = call.example.copy()
-        # If the kernel returns the same tensor in each call, this overwrites the first result.
+        # Call the operator again. If the kernel returns a tensor that it caches, both results are
+        # in the same memory, so the second call would overwrite the first result.
         later = dict(named_outputs(call.op(*example.args, **example.kwargs)))
         for where, tensor in outputs:
             if where in later and _share_memory(tensor, later[where]):
@@ -136,9 +138,9 @@ def keeps_its_schema(call: Call) -> None:
 
 
 def _is_plain_data(call: Call, outputs: list[tuple[str, Tensor]]) -> None:
-    """Check that the kernel returns no tensors that require grad, and no inference tensors.
+    """Check that the kernel does not return inference tensors or tensors that require grad.
 
-    Compiled programs would return ordinary tensors.
+    A compiled program returns ordinary tensors instead, so it would differ from eager mode.
     """
     if any(t.requires_grad or t.is_inference() for t in call.tensors):
         return
@@ -156,7 +158,7 @@ def _is_plain_data(call: Call, outputs: list[tuple[str, Tensor]]) -> None:
 
 
 def negative_means_from_the_end(call: Call, name: str, value: int) -> None:
-    """Check that a negative dimension counts from the end, unless the operator rejects it."""
+    """Check that a negative dimension counts from the end, unless the call raises."""
     succeeds(call)
     expected = call.again(call.valid(call.example.with_argument(name, value)))
     what = f"{name}={call.kwargs[name]}, compared with {name}={value}"
@@ -166,8 +168,8 @@ def negative_means_from_the_end(call: Call, name: str, value: int) -> None:
 def _share_memory(left: Tensor, right: Tensor) -> bool:
     if left.layout is not torch.strided or right.layout is not torch.strided:
         return left is right
-    # Compare the memory of the storages, because NumPy and DLPack create a second storage for the
-    # same memory.
+    # NumPy and DLPack create a second storage for the same memory, so compare the addresses of the
+    # storages instead of their identity.
     return overlap(left.untyped_storage(), right.untyped_storage())
 
 
@@ -187,7 +189,7 @@ def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
         named = subject.by_name(example)
         dims = {tensor.dim() for tensor in example.tensors}
         results = subject.first_calls[subject.place(example)].record.outcome
-        # In operators such as `stack`, a dimension of the result is meant.
+        # In operators such as `stack`, `dim` is a dimension of the result, so skip the example.
         if len(dims) != 1 or any(t.dim() > max(dims) for t in probes.tensors_of(results)):
             continue
         (count,) = dims
@@ -202,11 +204,11 @@ def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def repeated_results(subject: Subject, call: Call) -> list[Any] | None:
-    """Return the outcome of a call with one enlarged size, derived from calls with small sizes.
+    """Predict the outcome of a call with one enlarged size from calls with smaller sizes.
 
     The larger tensors repeat the elements of the example. If the results for three small sizes
-    repeat the results of the example in the same way, so must those for a large size. Otherwise,
-    as for the mean over this dimension, return None.
+    repeat the example's results in the same way, then the results for the large size must do so,
+    too. Otherwise, return None. For example, a mean over this dimension does not repeat.
     """
     (example,) = subject.accepted(most=1)
     changes = {
@@ -229,7 +231,10 @@ def repeated_results(subject: Subject, call: Call) -> list[Any] | None:
 
 
 def right_in_blocks(call: Call, expected: Any = None, what: str = "", **options: Any) -> None:
-    """Check that every element of the results is written, and agrees with `expected` if given."""
+    """Check that the call writes every element of its results, and that they match `expected`.
+
+    If `expected` is None, do not compare the results.
+    """
     if options.get("values", True):
         writes_every_element(call, what)
     if expected is not None:
@@ -241,9 +246,10 @@ def ignores_num_threads(
 ) -> None:
     """Check that results do not depend on the number of threads.
 
-    Two differences are allowed. If `draws` is true, the call draws random numbers, which may depend
-    on the number of threads. If `is_large` is true, the call uses several threads, so the order of
-    additions and the choice between equal elements may depend on the number of threads.
+    Two differences are allowed. If `draws` is true, the call draws random numbers, and these may
+    depend on the number of threads. If `is_large` is true, PyTorch splits the call among several
+    threads, so their number may affect the order of additions and the choice between equal
+    elements.
     """
 
     def outcome() -> Any:
@@ -259,8 +265,8 @@ def ignores_num_threads(
     try:
         probes.assert_same(outcome(), expected, "an equal call", **tolerances)
     except AssertionError as error:
-        # Do not report a failure. Enlarged arguments may be inconsistent with each other, so the
-        # kernel may read out of bounds and return arbitrary values.
+        # This is not a failure. Enlarged arguments may be inconsistent with each other, and then
+        # the kernel may read out of bounds and return arbitrary values.
         raise CannotCheck(f"equal calls give different results: {error}") from None
     for number in (1, 2, 3, 5):
         with restored():
