@@ -234,14 +234,16 @@ class NothingToAccelerateWarning(UserWarning):
     """A pattern or package for `accelerate` or `record` matches no usable operator."""
 
 
-# Returns whether Dynamo is tracing. The default returns False. `_compat.compilers` replaces it.
+# Returns whether Dynamo is tracing. The default always returns False until `_compat.compilers`
+# replaces it.
 dynamo_is_tracing: Callable[[], bool] = bool
 
 
 def _readable(error: Exception) -> str:
     """Return the `repr` of a torchop exception, without escaping its line breaks.
 
-    Dynamo appends this `repr` to its own message if a fake kernel raises the exception.
+    If a fake kernel raises the exception, Dynamo appends this `repr` to its own message, so it
+    should be readable.
     """
     start = "\n" if dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"

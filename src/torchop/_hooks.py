@@ -52,8 +52,8 @@ class NoExtension:
     ) -> Callable[[], None]:
         """Call this before deregistering operators, and the returned function afterwards.
 
-        Calls that are still running may read memory that PyTorch frees during deregistration. With
-        the extension, this function keeps that memory alive.
+        Calls that are still running may read memory that PyTorch frees during deregistration, so
+        the extension keeps this memory alive. Without the extension, this function is a no-op.
         """
         return lambda: None
 

@@ -196,7 +196,8 @@ def accelerate(*patterns: str) -> Acceleration:
                 _stop_watching = foreign_operators.watch_definitions(_defined)
         switch.request(_adopt_all)
         if switch.native_module() is None:
-            # Count calls until the extension is loaded. `switch` then calls the function again.
+            # Until the extension is loaded, this only counts calls. Afterwards, `switch` calls it
+            # again.
             _adopt_all()
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)

@@ -210,7 +210,7 @@ def _is_traced(value: Any) -> bool:
         # A plain meta tensor does not count as traced, because programs also use meta tensors
         # outside of traces.
         return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
-    # A symbolic value belongs to a trace. It must not be read, because that would add a guard.
+    # A symbolic value belongs to a trace. Do not read its value, because this would add a guard.
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 

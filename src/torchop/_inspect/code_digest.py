@@ -126,7 +126,7 @@ class CodeDigest:
         self._write(f"{reference.number} {_spell(value)}")
 
     def _is_followed(self, package: str) -> bool:
-        """Return whether the digest includes the code of `package`, which other code uses.
+        """Return whether to include the code of `package`, which other code uses, in the digest.
 
         This is the case if the code that uses `package` belongs to the same package, or if
         `package` is not installed in site-packages.
@@ -251,7 +251,7 @@ class _Reference(NamedTuple):
 
 
 class _Unimported:
-    """A module that code may import later. Its code is read without importing it."""
+    """A module that may be imported later, whose code is read without importing it."""
 
     def __init__(self, name: str, code: types.CodeType) -> None:
         self.name = name

@@ -159,8 +159,8 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
         """Return an operator's distinct calls and their counts.
 
-        If there were more than `MAX_KINDS` distinct calls, the last item contains None in place of
-        a call, and the number of the calls that were not stored.
+        If there were more than `MAX_KINDS` distinct calls, the last item pairs None with the number
+        of calls that were not stored.
         """
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])

@@ -147,7 +147,7 @@ def rows_of_recorded(
 def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
     """Format a table with the time of a call before and after acceleration, and the time saved.
 
-    The numbers of calls come from `recorded`. The times come from `called`, which contains only the
+    The numbers of calls come from `recorded`, and the times from `called`, which only contains the
     calls that this process may run.
     """
     measurements = measure(

@@ -1,6 +1,6 @@
 """`python -m torchop explain` and `bench`: explain and time calls to operators.
 
-The arguments of the calls are registered examples, or are given on the command line.
+The arguments of the calls come from registered examples or from the command line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _OPERATOR = "the operator"  # contains a space, so no provider can have this nam
 class Comparison(NamedTuple):
     """How long one call takes with each of an operator's kernels, and with the operator itself.
 
-    Each kernel belongs to a provider. The operator runs the kernel of the provider `chosen`.
+    Each kernel belongs to a provider, and the operator itself runs the kernel of the provider
+    `chosen`.
     """
 
     op: str
@@ -132,7 +133,7 @@ _CALL_OPTION = click.option(
 def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -> None:
     """Show which kernels a call would run, and whether the call would bypass the dispatcher.
 
-    The command uses the registered examples, or the arguments of --call. The operators are not run.
+    The calls are not executed. Their arguments are the registered examples, or come from --call.
     """
     explained = []
     for op in selection.operators:

@@ -166,7 +166,7 @@ def _run_suite(
     baseline: Path | None,
     json_path: Path | None,
 ) -> int:
-    """Run pytest with the options of the plugin. Return its exit code."""
+    """Run pytest with the options of the plugin, and return its exit code."""
     require("pytest", "check --from-tests", "check")
     words = list(command)
     if Path(words[0]).name.startswith("python") and words[1:2] == ["-m"]:
@@ -195,7 +195,7 @@ def _with_examples(
     """Return the operators that have examples, and messages about operators that have none.
 
     As a side effect, this validates the command-line options by using them for the first operator
-    that has examples. If an option is invalid, it raises ClickException.
+    that has examples, and raises ClickException if an option is invalid.
     """
     values = {}
     for name in set(_MAPPINGS) & options.keys():
@@ -242,7 +242,7 @@ def _run(
     import pytest  # late, because torchop does not depend on pytest
 
     texts = {n: f"mapping({v!r})" if n in _MAPPINGS else repr(v) for n, v in options.items()}
-    # In the pytest marker, a name without an overload selects all overloads of the operator. So
+    # In the pytest marker, a name without an overload selects all overloads of the operator, so
     # exclude the overloads that the user did not select.
     others = [name for name in patterns.all_names() if str(name) not in operators]
     texts["exclude"] = repr(

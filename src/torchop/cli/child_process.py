@@ -65,7 +65,7 @@ def answers_of(
     first. The child first imports `modules`. With the method "fork", the child also has the
     operators that this process defines, but cannot use accelerators.
 
-    Raises ChildError if the child could not be started, exited, or exceeded the limit.
+    Raise ChildError if the child could not be started, exited, or exceeded the limit.
     """
     started = tuple(modules), function, args
     start = _method_for_modules() if method == "forkserver" else method
@@ -148,7 +148,7 @@ def _received(process: Any, receiver: Connection, limit: float) -> Iterator[Any]
 
 
 def _wait(process: Any, receiver: Connection, doing: str, seconds: float) -> None:
-    """Wait until the child sends a message. Raise ChildError if it exits, or is too slow."""
+    """Wait until the child sends a message. Raise ChildError if the child exits or is too slow."""
     end = time.monotonic() + seconds
     while not receiver.poll():
         left = end - time.monotonic()
@@ -171,7 +171,7 @@ def _environment_of_server() -> Iterator[None]:
     """Set environment variables for the forkserver, in case it starts in this block.
 
     The forkserver needs `sys.path` to find the modules. It must use one thread, because a module
-    may call kernels when it is imported. With more threads, OpenMP would start a thread pool, and
+    may call kernels when it is imported: with more threads, OpenMP would start a thread pool, and
     forks of the forkserver would wait forever for threads that they did not inherit.
     """
     before = dict(os.environ)

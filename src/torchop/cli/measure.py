@@ -31,8 +31,8 @@ _LARGEST = 2**30  # the maximum size of a call's tensors, in bytes
 _NOT_REGISTERED = "no module registers it in a separate process"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-# The recorded calls to an operator: the arguments of each distinct call, and how often it was made.
-# The most frequent call comes first.
+# The recorded calls to an operator: the arguments of each distinct call, and how often it was made,
+# with the most frequent call first.
 Kinds = list[tuple[CallRecord, int]]
 
 
@@ -81,9 +81,9 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
 
 
 def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
-    """Yield a result that lacks the time of a call, and then the complete result.
+    """Yield a preliminary result without the time of a call, and then the complete result.
 
-    The parent process uses the first result if a call crashes or hangs.
+    If a call crashes or hangs, the parent process falls back to the preliminary result.
     """
     operator = Operator(op, "measure")
     if not operator.exists:

@@ -56,7 +56,7 @@ Tag: {tag}
 def build(out: Path | None, wheel: bool, force: bool) -> None:
     """Compile the native call path: the C++ code for fast calls.
 
-    Reuses an existing compiled file. Prints the path of the file.
+    An existing compiled file is reused. The command prints the path of the file.
     """
     start = time.monotonic()
     wheel_folder = Path() if out is None else out

@@ -137,7 +137,7 @@ def _of_program(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _save_temporary(recorded: Recorded) -> str:
-    """Save a recording in a new temporary folder, in case the report fails. Return the folder."""
+    """Save a recording in a temporary folder in case the report fails, and return the folder."""
     folder = ""
     with contextlib.suppress(OSError):  # the report works without the file
         folder = tempfile.mkdtemp(prefix="torchop-")

@@ -112,7 +112,8 @@ def set_tuning(
 
     Raises:
         OperatorGoneError: the operator was replaced or deregistered.
-        TypeError, ValueError: `table` is not a path, or `buckets` does not fit the operator.
+        TypeError, ValueError: `table` is not a path, or `buckets` does not match the operator's
+            arguments.
 
     Example:
         >>> import torch, torchop
@@ -153,7 +154,7 @@ def _are_bounds(item: tuple[Any, Any]) -> bool:
 
 def provider_table(rule: KernelRule) -> ProviderTable:
     table: Any = rule.providers
-    # Each operator needs its own `reported` set, because the set is mutated.
+    # Create a separate `reported` set for each operator, because this set is mutated in place.
     return NO_PROVIDERS._replace(reported=set()) if table is None else table
 
 

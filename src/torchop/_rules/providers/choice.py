@@ -221,7 +221,7 @@ class Choice:
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
-        """Return the provider that runs a call, a reason for each provider, and the kernel."""
+        """Return the provider that runs a call, why each provider runs or not, and the kernel."""
         resolved = self._current()
         (chosen, function), candidate, declined = resolved.select(args, kwargs)
         reasons, names = dict(declined), resolved.order.names

@@ -90,7 +90,7 @@ class Measurement(NamedTuple):
     def fits(self, sizes: Sequence[int]) -> bool:
         """Return whether all sizes are in the measured ranges.
 
-        If a size is symbolic, the comparison adds a guard to the compiled graph.
+        If a size is symbolic, this adds a guard to the compiled graph.
         """
         return all(
             size >= low and (high is None or size <= high)

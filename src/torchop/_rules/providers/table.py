@@ -80,8 +80,8 @@ class ProviderTable(NamedTuple):
     ) -> Mapping[str | None, Function]:
         """Return the function to run on each device type: a kernel, or a `Choice` among kernels.
 
-        `references` contains the kernels registered without a provider. On the device types that
-        `set_kernel_enabled` has disabled, which are in `disabled`, only these kernels may run.
+        `references` contains the kernels registered without a provider. `disabled` contains the
+        device types that `set_kernel_enabled` has disabled, on which only these kernels may run.
         `prepare` wraps a kernel to check the operator's arguments before calling it.
         """
         functions = dict(references)
@@ -116,8 +116,8 @@ class ProviderTable(NamedTuple):
     def cache_parts(self, op: OpName) -> Iterator[object]:
         """Yield everything that affects a compiler's choice of a kernel to inline.
 
-        These parts become part of the cache keys of compiled graphs, so that a change recompiles
-        the graphs.
+        They become part of the cache keys of compiled graphs, so that a change recompiles the
+        graphs.
         """
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)

@@ -126,7 +126,7 @@ class BackwardKernel(HelperOperator):
         inputs = [parameter for parameter in parameters if parameter.node.holds_tensors]
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
         self.names = [argument.name for argument in inputs or self.differentiated]
-        # A class with a field for each argument, or None
+        # The returned class, if it has a field for each argument, or None
         self.by_name: Any = None
         shape = result_shape(returned)
         if shape is not None and set(shape.fields) == set(self.names):

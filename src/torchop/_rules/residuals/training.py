@@ -173,7 +173,7 @@ class WithResiduals(HelperOperator):
 def _metadata(output: Any) -> Any:
     if isinstance(output, (list, tuple)):
         return list(map(_metadata, output))
-    # Return other values, such as None, unchanged. They have no gradient to materialize.
+    # Return other values, such as None, unchanged, because they have no gradient to materialize.
     return (output.shape, output.dtype, output.device) if isinstance(output, Tensor) else output
 
 

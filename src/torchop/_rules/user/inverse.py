@@ -232,7 +232,7 @@ def _with_defaults(
 ) -> Callable[..., Any]:
     """Wrap an operator's inverse so that it receives the operator's defaults for omitted arguments.
 
-    Dynamo traces the wrapper, so it contains only simple loops over lists.
+    Dynamo must be able to trace the wrapper, so it only contains simple loops over lists.
     """
     positional = [
         (p.name, p.default is not p.empty, p.default)

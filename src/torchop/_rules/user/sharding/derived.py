@@ -62,7 +62,7 @@ _RowsOfOrigin: TypeAlias = Callable[[Call], list[Row]]
 def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
     """Return the functional operator's rows in which the result is placed like the first argument.
 
-    An in-place operator returns its first argument, so both have the same placement.
+    An in-place operator returns its first argument, so the result must have the same placement.
     """
     inputs = [each._replace(is_written=False) for each in call.inputs]
     rows = rows_of(call._replace(inputs=inputs))
@@ -137,7 +137,7 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows of `name__with_residuals`. `rows_of` already handles the residuals."""
+    """Return the rows of `name__with_residuals`, whose residuals `rows_of` already handles."""
     return rows_of(call)
 
 

@@ -27,7 +27,7 @@ _SYNTAX = (
 class Operand(NamedTuple):
     """The names of a tensor's dimensions.
 
-    If `is_list` is True, they apply to each tensor in a list.
+    If `is_list` is True, the names apply to each tensor in a list.
     """
 
     names: tuple[str, ...]
@@ -66,7 +66,8 @@ class Sharding:
         whole: the names of dimensions that are never sharded.
         reduce: maps the name of a dimension that a result lacks to the reduction that combines the
             ranks' partial results.
-        linear: groups of arguments. The operator is jointly linear in the arguments of each group.
+        linear: groups of arguments, where the operator is jointly linear in the arguments of a
+            group.
     """
 
     __slots__ = ("arguments", "linear", "reduce", "residuals", "results", "text", "whole")

@@ -152,7 +152,7 @@ class _ShardingRule(Rule[ShardingRule]):
         return (value.cached,)
 
     def connect_all(self) -> None:
-        """Register all rules with DTensor. Called when DTensor is imported."""
+        """Register all sharding rules with DTensor, once DTensor is imported."""
         try:
             dtensor_registry.explain_missing(_explained)
             dtensor_strategies.remember_results()
