@@ -163,7 +163,7 @@ def register_custom_op(
         op_name: the name, as in `direct_register_custom_op`. By default, the function's name.
         mutates_args: the names of the tensor arguments that the function writes to, or `"unknown"`.
         out_shape: the name or position of an argument that has the same shape and other metadata as
-            the result. Pass it instead of a fake kernel.
+            the result. It replaces a fake kernel.
         out_dtype: the dtype of the result, if it differs from the dtype of that argument.
         fake_impl: the fake kernel, if `out_shape` is omitted.
         device_types: device types such as `"cuda"`, or dispatch keys such as `"CUDA"`. None means

@@ -78,8 +78,8 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
 def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
     """Yield a warning for each pattern that is probably a mistake.
 
-    A pattern for an unknown namespace is reported only if a registered namespace has a similar
-    name, because the package may be imported later.
+    A pattern for an unknown namespace is only reported if a registered namespace has a similar
+    name, because otherwise it may be meant for a package that is imported later.
     """
     names, matching = defined_names(), []
     for pattern in patterns:

@@ -62,8 +62,8 @@ def modules_of(op: OpName) -> list[str]:
 
 
 def _modules_of(op: OpName) -> set[str]:
-    # Collect the Python files that define the operator or register its fake kernel. Skip C++ files,
-    # because they belong to no Python module.
+    # Collect the Python files that define the operator or register its fake kernel, and skip C++
+    # files, because they belong to no Python module.
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))

@@ -127,7 +127,7 @@ def check(
     continue in another process.
 
     --expected lists known failures with their reasons, by check, or by operator and check. A check
-    in this list may fail, and is reported as a failure if it passes.
+    in this list is allowed to fail, and is reported as a failure if it passes.
 
     With --from-tests, the command runs a test suite, and uses its calls as examples:
 

@@ -433,7 +433,7 @@ def _set_blocks(blocks: tuple[priority, ...]) -> None:
     if not blocks:
         open_blocks.set(_NOTHING_OPEN)
         return
-    # If a backward pass runs in the thread of its caller, the caller's blocks are in both places,
+    # If a backward pass runs in the thread of its caller, both sources contain the caller's blocks,
     # so skip the duplicates.
     outer = (each for each in _blocks_of_backward().blocks if each not in blocks)
     open_blocks.set(OpenBlocks(_settings_of((*outer, *blocks)), blocks))

@@ -35,8 +35,8 @@ def rows(
 ) -> list[Row]:
     """Return the rows that a sharding rule allows for a call.
 
-    The first row replicates all tensors. Each other row shards one dimension, or uses the linearity
-    of the operator.
+    The first row replicates all tensors, and every other row either shards one dimension or uses
+    the linearity of the operator.
 
     `arguments` includes the tensors in lists. `results` contains the global shapes of the results.
     """
