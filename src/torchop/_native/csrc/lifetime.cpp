@@ -20,7 +20,7 @@ namespace torchop {
 
 namespace {
 
-// Casts away the const that `member_of` adds. The members belong to objects that are not const.
+// Casts away the const that `member_of` adds. This is safe because the objects are not const.
 template <class Member>
 Member& writable(const Member& member) {
   return const_cast<Member&>(member);
@@ -54,8 +54,7 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// Register the listener when the extension is loaded, because it must exist before the first
-// Lifetime.
+// Register the listener when the extension is loaded, so that it exists before the first Lifetime.
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
@@ -64,10 +63,10 @@ auto& kernels_of(const c10::OperatorHandle& op) {
   return writable(member_of(RegisteredKernels{}, table_of(op)));
 }
 
-// Removes an operator from the dispatcher's lookup table, and from TorchScript's table of
-// operators. PyTorch can then deregister the operator without changing its OperatorEntry: the
-// additional counts keep the schema alive, and the additional kernels, which equal the kernels in
-// the dispatch table, stay first in their lists.
+// Removes an operator from the dispatcher's lookup table and from TorchScript's table of operators,
+// so that PyTorch can deregister it without changing its OperatorEntry: incrementing the counts
+// keeps the schema alive, and a copy of each kernel at the front of its list keeps the dispatch
+// table unchanged.
 void hide(const c10::OperatorHandle& op) {
   torch::jit::deregisterOperator(op.schema());
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -91,7 +90,7 @@ bool is_shared(const c10::OperatorHandle& op) {
   return found;
 }
 
-// Reverts `hide`. As long as another library's kernels are registered, PyTorch keeps the
+// Reverts `hide`. If another library's kernels are still registered, PyTorch keeps the
 // OperatorEntry, and the next operator of this name must use it.
 void reveal(const c10::OperatorHandle& op) {
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -128,8 +127,8 @@ PyMethodDef raising_method{
     METH_VARARGS | METH_KEYWORDS,
     "Raise OperatorGoneError."};
 
-// Returns a kernel that raises OperatorGoneError, in case a running call reaches another kernel of
-// a deregistered operator.
+// Returns a function that raises OperatorGoneError. It replaces the Python functions in the kernels
+// of a deregistered operator, in case a running call reaches another of these kernels.
 THPObjectPtr raising_kernel(const c10::OperatorHandle& op) {
   const std::string text = toString(op.operator_name());
   THPObjectPtr name = checked(PyUnicode_FromStringAndSize(text.data(), Py_ssize_t(text.size())));
@@ -173,8 +172,8 @@ void keep(PyObject* names, bool are_defined, bool frees_functions, KeptOperators
 void finish_deregistration(KeptOperator& kept) {
   const bool is_hidden = kept.is_defined && !is_shared(kept.op);
   if (is_hidden)
-    // The dispatch table still has the kernels, but `Dispatcher::getRegistrationsForDispatchKey`
-    // must no longer find the operator.
+    // The dispatch table keeps the kernels. Clear only the lists of registered kernels, so that
+    // `Dispatcher::getRegistrationsForDispatchKey` no longer finds the operator.
     kernels_of(kept.op).clear();
   else if (kept.is_defined)
     reveal(kept.op);

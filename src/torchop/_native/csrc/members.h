@@ -7,8 +7,8 @@
 namespace torchop {
 
 // Makes a private member accessible through a loophole in C++: access checks do not apply to the
-// arguments of an explicit template instantiation ([temp.spec]). To expose a member, add a tag
-// struct, a declaration of `member_of` and an instantiation of `Expose`. If PyTorch renames the
+// arguments of an explicit template instantiation ([temp.spec]). To expose another member, add a
+// tag struct, a declaration of `member_of` and an instantiation of `Expose`. If PyTorch renames a
 // member, this file fails to compile.
 template <auto Member, class Tag>
 struct Expose {
@@ -71,8 +71,8 @@ struct PerBackend {
 auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
 
-// Read TensorImpl::autograd_meta_ directly, because the accessor TensorImpl::autograd_meta() is not
-// inline, and we read it for every tensor argument.
+// The accessor TensorImpl::autograd_meta() is not inline, and we read it for every tensor argument,
+// so access the member directly.
 struct AutogradMetaOf {
   using Class = c10::TensorImpl;
 };

@@ -41,8 +41,8 @@ PyObject* probe_kernels(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Parses the name of a dispatch key. Unlike c10::parseDispatchKey, supports all keys, including for
-// example AutogradMTIA.
+// Parses the name of a dispatch key. c10::parseDispatchKey does not support all keys, for example
+// AutogradMTIA, so this tries the names of all keys first.
 DispatchKey key_of(const char* name) {
   const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
   for (uint16_t number = 0; number <= end; ++number) {
@@ -162,9 +162,9 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// Checks that autograd nodes have the size that the extension was compiled for. The size may differ
-// if PyTorch was rebuilt with other headers, but with the same version and commit. All other
-// differences are detected by the key in the extension's file name.
+// Checks that autograd nodes have the size that the extension was compiled for. The key in the
+// extension's file name detects most differences between builds of PyTorch, but not a rebuild of
+// the same version and commit with other headers.
 bool check_node_layout() {
   if (has_node_layout())
     return true;

@@ -38,8 +38,8 @@ Operator& operator_of(PyObject* self) {
 }
 
 // The number of Operators for each owner, i.e. each OpOverload or OpOverloadPacket. Guarded by
-// `owners_mutex`, except that `has_operator` relies on the GIL instead. Never destroyed, because
-// Operators may be freed after static destructors have run.
+// `owners_mutex`, except in `has_operator`, which relies on the GIL instead. Never destroyed,
+// because Operators may be freed after static destructors have run.
 auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
@@ -100,9 +100,9 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// The type has no tp_clear, because the garbage collector must not clear these members while a call
-// uses them. Reference cycles can still be broken, because other objects in each cycle have a
-// tp_clear.
+// The type has no tp_clear, so that the garbage collector cannot clear these members while a call
+// uses them. The collector can still break reference cycles, because other objects in each cycle
+// have a tp_clear.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -119,8 +119,8 @@ Py_hash_t hash_operator(PyObject* self) {
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
-  // Return `__module__` of the replaced function, because torch/_ops.py passes it to `_get_packet`
-  // when it refreshes a packet. The generic lookup would find `__module__` of our type instead.
+  // When torch/_ops.py refreshes a packet, it passes `_op.__module__` to `_get_packet`. The generic
+  // lookup would find `__module__` of our type, so return that of the replaced function.
   if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
     return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);
@@ -141,7 +141,7 @@ PyMemberDef operator_members[] = {
 } // namespace
 
 bool has_operator(PyObject* owner) {
-  // In free-threaded Python, all calls would contend for the mutex, so just return true.
+  // Without the GIL, all calls would contend for the mutex, so just return true.
   return !has_gil || owners.find(owner) != owners.end();
 }
 

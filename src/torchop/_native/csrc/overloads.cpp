@@ -1,10 +1,10 @@
 // overloads.cpp: call objects in torch.ops without a Python frame for `OpOverload.__call__`.
 //
-// `OpOverload.__call__` only calls `self._op`, but takes longer than a whole native call. We cannot
-// use a subclass with a faster `__call__`, because PyTorch checks for the exact class in many
-// places. So we replace the slot tp_call of the class, but leave its attribute `__call__`
-// unchanged. If other code later assigns to `__call__`, CPython sets tp_call again and thereby
-// removes our function.
+// `OpOverload.__call__` only calls `self._op`, but its frame takes longer than a whole native call.
+// We cannot use a subclass with a faster `__call__`, because PyTorch checks for the exact class in
+// many places. So we replace the slot tp_call of the class and leave its attribute `__call__`
+// unchanged. If other code later assigns to `__call__`, CPython sets tp_call again, so that code
+// takes precedence over our function.
 #include "overloads.h"
 
 #include <array>
@@ -20,8 +20,8 @@ namespace torchop {
 
 namespace {
 
-// The classes whose tp_call we have replaced (OpOverload and OpOverloadPacket), and their original
-// tp_call. Never reset.
+// The classes whose tp_call we have replaced (OpOverload and OpOverloadPacket), and the original
+// functions. Once set, these never change.
 std::array<PyTypeObject*, 2> patched_types;
 std::array<ternaryfunc, 2> original_calls;
 
@@ -64,10 +64,10 @@ __attribute__((noinline)) PyObject* call_replaced(
   return PyVectorcall_Call(function.get(), args, keywords);
 }
 
-// There is one instantiation per class, because the function receives only the object, which may be
-// an instance of a subclass, so it cannot tell whose tp_call it replaces. The first call below is a
-// tail call, because another stack frame would double the overhead for operators whose `_op` we
-// have not replaced.
+// This is instantiated once per class. The function receives only the object, which may be an
+// instance of a subclass, so it could not tell otherwise which tp_call it replaces. The first call
+// below is a tail call, because another stack frame would double the overhead for operators whose
+// `_op` we have not replaced.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
@@ -85,8 +85,8 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   static PyObject* name = PyUnicode_InternFromString("_opoverload");
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
   for (size_t index = 0; overload && index < patched_types.size(); ++index) {
-    // If other code has assigned to `__call__` of the OpOverload class, our function is no longer
-    // in the slot, and the original `CustomOpDef.__call__` must run the newly assigned function.
+    // If other code has assigned to `OpOverload.__call__`, our function is no longer in the slot.
+    // So fall through to the original `CustomOpDef.__call__`, which calls the assigned function.
     if (Py_TYPE(overload.get()) == patched_types[index] &&
         patched_types[index]->tp_call == replacements[index])
       return replacements[index](overload.get(), args, keywords);
@@ -95,8 +95,8 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   return original_handle_call(self, args, keywords);
 }
 
-// The store is atomic, because other threads may read the slot at the same time. They read either
-// the old or the new function, and both work.
+// The store is atomic, because other threads may read the slot concurrently. They get either the
+// old or the new function, and both work.
 void replace(ternaryfunc& slot, ternaryfunc function) {
   __atomic_store_n(&slot, function, __ATOMIC_RELEASE);
 }

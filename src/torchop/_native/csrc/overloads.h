@@ -1,5 +1,5 @@
 // overloads.h: replace tp_call of the classes OpOverload, OpOverloadPacket and CustomOpDef, so that
-// calls to their instances need no Python frame.
+// calling their instances creates no Python frame.
 #pragma once
 
 #include <Python.h>
@@ -11,8 +11,8 @@ namespace torchop {
 // the original `__call__`.
 PyObject* patch_calls(PyObject*, PyObject* type);
 
-// patch_handle_calls(cls) replaces tp_call of CustomOpDef. Because `CustomOpDef.__call__` does
-// nothing but call an OpOverload, the new tp_call directly calls tp_call of the OpOverload.
+// patch_handle_calls(cls) replaces tp_call of CustomOpDef. `CustomOpDef.__call__` only forwards to
+// an OpOverload, so the new tp_call skips it and directly calls tp_call of the OpOverload.
 PyObject* patch_handle_calls(PyObject*, PyObject* args);
 
 } // namespace torchop

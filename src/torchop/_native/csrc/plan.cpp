@@ -9,8 +9,8 @@ PyTypeObject* plan_type = nullptr;
 
 namespace {
 
-// Returns a number that changes whenever the dict is modified. Returns 0 in Python 3.12 and later,
-// where version tags are deprecated.
+// Returns a number that changes whenever the dict is modified. Python 3.12 deprecated these version
+// tags, so returns 0 there and in later versions.
 uint64_t version_of(PyObject* dictionary) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
@@ -19,7 +19,7 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// Returns whether a dict or set that the plan was compiled from still has the same entry. All keys
+// Returns whether a dict or set still has the same entry as when the plan was compiled. All keys
 // are strings or None, so looking them up runs no Python code.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
@@ -92,8 +92,9 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
     if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
-  // Calls can pass the caller's array to the kernel unchanged, unless the operator has keyword-only
-  // parameters or lists. Lists are copied for the kernel, so calls with lists need a new array.
+  // A call can pass the caller's array of arguments on to the kernel, unless the operator has
+  // keyword-only parameters or lists. The kernel receives a copy of each list, so calls with lists
+  // need a new array.
   if (keyword_only == 0 && !has_lists)
     parameters.pass_through_count = parameters.positional;
   return true;
@@ -245,8 +246,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
     return nullptr;
-  // Construct the plan before anything can fail, because dealloc_plan will destroy it, and tp_alloc
-  // only fills the memory with zeros.
+  // Construct the plan before anything can fail, because tp_alloc only fills the memory with zeros
+  // and dealloc_plan always calls the destructor.
   Plan& plan = *new (&plan_of(self.get())) Plan();
   plan.finish = finish;
   plan.convert = none_to_null(convert);
@@ -286,7 +287,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    // `all_recordings` outlives the plan, so it needs its own reference.
+    // Take another reference, because `all_recordings` outlives the plan.
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording)));
   plan.own = OwnKernels{
       none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};
@@ -319,9 +320,9 @@ int traverse_plan(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// The type has no tp_clear, because the garbage collector must not clear a plan that a call uses.
-// Reference cycles can still be broken, because each cycle with a plan also contains an Entry,
-// which has a tp_clear.
+// The type has no tp_clear, so that the garbage collector cannot clear a plan while a call uses it.
+// The collector can still break reference cycles, because each cycle with a plan also contains an
+// Entry, which has a tp_clear.
 void dealloc_plan(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);

@@ -1,4 +1,4 @@
-// plan.h: an operator's call plan, with everything that a native call (a call without the
+// plan.h: an operator's call plan. It holds everything that a native call (a call without the
 // dispatcher) needs, such as the kernels and the compiled gradient formula.
 #pragma once
 
@@ -20,9 +20,9 @@
 
 namespace torchop {
 
-// The call plan of an operator. It is immutable except for caches (the `mutable` members). When
-// something is registered for the operator, a new plan replaces this one, while running calls
-// continue to use the old plan. All `PyObject*` members are borrowed from `owned_objects`.
+// The call plan of an operator. It is immutable except for caches (the `mutable` members). Each
+// registration for the operator replaces the plan with a new one, but calls that are already
+// running continue to use the old plan. All `PyObject*` members are borrowed from `owned_objects`.
 struct Plan {
   Plan() = default;
   ~Plan();
@@ -35,58 +35,58 @@ struct Plan {
   // The mutated arguments, as indices into `parameters.all`.
   std::vector<size_t> mutated;
   OwnKernels own;
-  // A parameter whose argument must be contiguous, or channels_last.
+  // A parameter with a declared layout. Its argument must be contiguous or channels_last.
   struct Layout {
     size_t parameter;
     bool channels_last;
   };
   std::vector<Layout> layouts;
-  // A kernel in the dispatch table, and the function that native calls run instead. The kernel in
-  // the table is a wrapper (by torchop or torch.library) around the author's function. Native calls
-  // skip the wrapper, because its checks are done in C++.
+  // A kernel in the dispatch table, and the function that native calls run instead of it. torchop
+  // and torch.library wrap the author's function before they put it into the table. Native calls
+  // skip this wrapper, because they make its checks in C++.
   struct Kernel {
     PyObject* dispatcher_kernel;
     PyObject* function;
-    // The author's function of an operator with residuals (outputs that are only used in the
-    // backward pass), which returns the residuals together with the result. If this is nullptr,
+    // For an operator with residuals (outputs that are only used in the backward pass): the
+    // author's function, which returns the residuals together with the result. If this is nullptr,
     // native calls must use `function`.
     PyObject* author = nullptr;
   };
   std::vector<Kernel> kernels;
   Residuals residuals;
-  // A dict or set that the plan was compiled from, and that may change without a notification, such
-  // as the dict of kernels in a CustomOpDef. The plan is up to date as long as a dict has `value`
-  // at `key`, or a set contains `key` if and only if `value` is True.
+  // A dict or set that the plan was compiled from. It may change without notifying us, like the
+  // dict of kernels in a CustomOpDef, so each call checks it again. The plan is up to date as long
+  // as a dict has `value` at `key`, or a set contains `key` if and only if `value` is True.
   struct Source {
     PyObject* container;
     PyObject* key;
     PyObject* value;
-    // The dict's version tag when we last found `value` in it, or 0 if unknown
+    // The dict's version tag from the last time we found `value` in it, or 0 if unknown
     mutable uint64_t version = 0;
   };
   std::vector<Source> sources;
-  // True if the operator was not defined with torchop. Other code may then register kernels for it
-  // at any time (see `recompile_for_unknown_kernel` in entry.cpp).
+  // True if the operator was not defined with torchop. In this case, other code may register
+  // kernels at any time without notifying us (see `recompile_for_unknown_kernel` in entry.cpp).
   bool is_foreign = false;
-  // Empty if the operator was not registered when the plan was compiled. Only valid while
-  // `Entry::lifetime` is true.
+  // The operator in the dispatcher, or empty if it was not registered when the plan was compiled.
+  // Only valid while `Entry::lifetime` is true.
   std::optional<c10::OperatorHandle> op;
   // True if no call to the operator can be native: it was not registered when the plan was
   // compiled, has no kernel that native calls can run, or has a parameter of an unsupported type.
   bool always_dispatches = false;
   // The index of the first parameter whose type native calls do not support, or -1
   Py_ssize_t unknown_parameter = -1;
-  // finish(args, kwargs, result) checks and converts a result that `is_valid_result` did not
-  // accept.
+  // finish(args, kwargs, result) is the slow path for results that `is_valid_result` does not
+  // accept. It checks and converts them.
   PyObject* finish = nullptr;
   // convert(result) makes the same conversions as the C++ dispatcher. It runs after `finish`,
-  // except if OpOverload would dispatch the call in Python, which converts nothing. nullptr if
-  // OpOverload never dispatches the operator in Python.
+  // unless OpOverload would dispatch the call in Python, where no conversion takes place. nullptr
+  // if OpOverload never dispatches the operator in Python.
   PyObject* convert = nullptr;
-  // Created when the first call needs it. Owned. See autograd_fallback.h.
+  // Owned, and created by the first call that needs it. See autograd_fallback.h.
   mutable std::atomic<FallbackOperator*> fallback_operator = nullptr;
-  // Owns all objects that the other members reference. Tuples have no tp_clear, so the garbage
-  // collector cannot empty this one while a call uses the plan.
+  // A tuple that owns all objects that the other members reference. Tuples have no tp_clear, so the
+  // garbage collector cannot empty it while a call uses the plan.
   PyObject* owned_objects = nullptr;
 };
 

@@ -1,8 +1,8 @@
 // python_node.h: handle differences between PyTorch releases in the autograd nodes of Python
 // functions (`THPFunction`).
 //
-// The functions here use `requires` to find out whether PyTorch's headers declare a member. They
-// must be templates, because outside of a template, naming a missing member is a compile error.
+// The functions here use `requires` expressions to test whether PyTorch's headers declare a member.
+// They are templates, because outside of a template, naming a missing member is a compile error.
 #pragma once
 
 #include <Python.h>
@@ -26,15 +26,15 @@ namespace torchop {
 using NodePtr = std::decay_t<decltype(torch::autograd::Edge::function)>;
 
 // True in PyTorch 2.11 and 2.12, where instantiating an autograd.Function class creates a `ctx`
-// without a node. Only `apply` can create a node there, because PyNode, the C++ class of nodes, is
-// not exported.
+// without a node. We cannot create the node ourselves, because PyTorch does not export its C++
+// class PyNode, so we must call `apply`.
 template <class Fields>
 inline constexpr bool comes_from_apply = requires(Fields& fields) { fields.cdata.lock(); };
 
 template <class Fields, bool = comes_from_apply<Fields>>
 class NewNode {
  public:
-  // `maker` is the autograd.Function class. It has no `__init__`, so calling tp_new is enough.
+  // `maker` is the autograd.Function class. Calling tp_new is enough, because it has no `__init__`.
   explicit NewNode(PyObject* maker) {
     auto* type = reinterpret_cast<PyTypeObject*>(maker);
     static PyObject* no_arguments = PyTuple_New(0);
@@ -76,8 +76,8 @@ class NewNode<Fields, true> {
     node_ = std::move(*node);
   }
 
-  // Returns a capsule that owns the node of `ctx`. Must be called in the forward of the
-  // autograd.Function, because nothing else keeps the node alive once `apply` has returned.
+  // Returns a capsule that owns the node of `ctx`. The forward of the autograd.Function must call
+  // this, because nothing else keeps the node alive after `apply` has returned.
   static PyObject* take_node(PyObject* ctx) {
     auto node = std::make_unique<Owner>(reinterpret_cast<Fields*>(ctx)->cdata.lock());
     PyObject* capsule = PyCapsule_New(node.get(), node_capsule, [](PyObject* self) {
@@ -104,9 +104,9 @@ class NewNode<Fields, true> {
   PyObject* ctx_; // owned by the node
 };
 
-// Attaches tensors to a node by calling PyTorch's `_wrap_outputs`. Since PyTorch 2.14, also sets
-// `attached` to the node that the tensors end up attached to, which differs from `node` if a view
-// was marked dirty.
+// Attaches tensors to a node by calling PyTorch's `_wrap_outputs`. Since PyTorch 2.14, this may
+// attach them to another node if a view was marked dirty, so it also stores the actual node in
+// `attached`.
 template <class Ptr>
 __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     Ptr& attached,
@@ -124,8 +124,8 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
   const torch::autograd::_view_as_self_fn_t view_as_self = [](const at::Tensor& tensor) {
     return tensor.view_as(tensor);
   };
-  // `_wrap_outputs` expects the tensors that were saved in forward. There are none, because all
-  // tensors are saved in setup_context.
+  // `_wrap_outputs` expects the tensors that forward saved. There are none, because we save all
+  // tensors in setup_context.
   const std::unordered_set<at::TensorImpl*> saved_in_forward;
   auto wrap = [&](auto&... more) {
     return _wrap_outputs(
@@ -146,7 +146,7 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     return wrap();
 }
 
-// Calls the hooks for new nodes (since PyTorch 2.14). The node must be complete.
+// Calls the node creation hooks, which PyTorch 2.14 added. The node must be complete by then.
 template <class Ptr>
 void call_creation_hooks(const Ptr& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) {

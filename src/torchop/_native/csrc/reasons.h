@@ -7,7 +7,7 @@
 namespace torchop {
 
 enum class Reason : uint8_t {
-  Native,         // the call does not fall back
+  Native,         // the call is native, so it does not fall back
   SwitchedOff,    // the call is inside `with torchop.native.disabled():`
   Operator,       // no call to this operator can be native
   Binding,        // the arguments do not match the parameters

@@ -12,8 +12,8 @@ namespace torchop {
 namespace {
 
 // Returns whether the residuals are plain tensors that share no memory with each other, inputs or
-// results. To keep this fast, each residual must be the only tensor with its storage, so that it
-// only remains to check that no other tensor is the same object.
+// results. To keep this fast, requires each residual to be the only owner of its storage. Then two
+// tensors can share memory only if they are the same object.
 bool have_own_memory(
     const Residuals& residuals, const Values& values, PyObject* result, PyObject* saved) {
   if (residuals.count == 0 || !PyTuple_CheckExact(saved) ||
@@ -33,7 +33,7 @@ bool have_own_memory(
 }
 
 bool has_tensor_attributes(PyObject* ctx) {
-  PyObject** attributes = _PyObject_GetDictPtr(ctx); // unlike `ctx.__dict__`, creates no dict
+  PyObject** attributes = _PyObject_GetDictPtr(ctx); // creates no dict, unlike `ctx.__dict__`
   PyObject* value;
   bool found = false;
   for (Py_ssize_t next = 0; attributes != nullptr && *attributes != nullptr &&
@@ -108,8 +108,7 @@ bool setup_with_residuals(
   static PyObject* const names = PyTuple_Pack(1, name);
   if (saved == nullptr || !have_own_memory(residuals, values, result, saved))
     return false;
-  // Create the NamedTuple of residuals with tp_alloc, because its `__new__` is a slow Python
-  // function.
+  // Allocate the NamedTuple of residuals directly, because its `__new__` is a slow Python function.
   auto* type = reinterpret_cast<PyTypeObject*>(residuals.residuals_class);
   THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
   for (Py_ssize_t index = 0; index < residuals.count; ++index)
@@ -141,8 +140,8 @@ THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save,
     }
     all_are_saved &= found.places.size() > before;
   }
-  // A guard only covers tensors that were saved with save_for_backward. But an attribute of `ctx`
-  // could also hold a residual, or a view of one.
+  // A guard only covers tensors that were saved with save_for_backward, but an attribute of `ctx`
+  // could also hold a residual or a view of a residual.
   if (!all_are_saved || has_tensor_attributes(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));

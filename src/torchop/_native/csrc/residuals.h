@@ -1,11 +1,11 @@
 // residuals.h: pass residuals from the kernel to the autograd node. Residuals are outputs of a
 // kernel that are only used in the backward pass.
 //
-// In a native call (a call without the dispatcher), we call the author's function, which returns
-// the result and the residuals in an object of the class `Residuals::type`. The function can call
-// `torchop.records_gradient()` to find out whether residuals are needed. We store the answer in the
-// dict `recording`, keyed by thread id. If this file does not support a call, it runs the Python
-// wrapper in handover.py instead.
+// A native call (a call without the dispatcher) runs the author's function directly. The function
+// calls `torchop.records_gradient()` to find out whether residuals are needed, and then returns
+// them with the result in an object of the class `Residuals::type`. We store the answer for
+// `records_gradient` in the dict `recording`, keyed by thread id. Calls that this file does not
+// support fall back to the Python wrapper in handover.py.
 #pragma once
 
 #include <Python.h>
@@ -19,17 +19,18 @@
 
 namespace torchop {
 
-// Prevents second derivatives through residuals, which would be silently wrong because residuals
-// are constants for autograd. If the backward pass is itself recorded (`create_graph=True`), the
-// Python function `guard` replaces the residuals among the saved tensors with tensors whose
-// gradient raises an error. `places` are the positions of the residuals among the saved tensors.
+// Prevents second derivatives through residuals. They would be silently wrong, because autograd
+// treats residuals as constants. If the backward pass is itself recorded (`create_graph=True`), the
+// Python function `guard` replaces the residuals among the saved tensors with tensors that raise an
+// error when they are differentiated. `places` are the positions of the residuals among the saved
+// tensors.
 struct Guard {
   c10::SmallVector<Py_ssize_t, 8> places;
   THPObjectPtr guard;
 };
 
-// How an operator returns and saves residuals. All pointers are borrowed from the call plan. The
-// objects are created by `Declared.in_plan` in declared.py.
+// How an operator returns and saves residuals. `Declared.in_plan` in declared.py creates the
+// objects. The call plan owns them, so all pointers here are borrowed.
 struct Residuals {
   // The class of objects that contain a result and residuals, or nullptr if the operator has no
   // residuals.
@@ -37,22 +38,22 @@ struct Residuals {
   PyObject* recording = nullptr; // dict: thread id -> state; see `_recording` in handover.py
   PyObject* recording_state;     // (None, True), the state that requests residuals from a kernel
   PyObject* residuals_class;     // the NamedTuple class of setup_context's argument `residuals`
-  // make_request(saved) wraps the residuals in an object for the Python function
-  // `Gradient::setup_context`. Only needed if C++ cannot call the author's setup_context itself.
+  // make_request(saved) wraps the residuals for the Python function `Gradient::setup_context`,
+  // which runs if C++ cannot call the author's setup_context itself.
   PyObject* make_request;
   Py_ssize_t count; // the number of residuals; 0 if not all of them are tensors
-  // The author's setup_context(ctx, inputs, [keyword_only_inputs,] output, residuals=...), or None
-  // if C++ must not call it directly.
+  // The author's setup_context(ctx, inputs, [keyword_only_inputs,] output, residuals=...). None if
+  // C++ must not call it directly.
   PyObject* setup;
   PyObject* guard; // guard(places) creates the Python function `Guard::guard`
-  // The guard of the first call. It is shared by all calls that save the residuals at the same
-  // positions, as most calls do.
+  // The guard of the first call. Most calls save the residuals at the same positions, so they can
+  // reuse it.
   mutable std::atomic<Guard*> first_guard{nullptr};
   PyObject* mark; // mark(ctx, saved) finds the residuals anywhere in `ctx`, and guards them
 };
 
-// Returns whether a running call in this thread has requested residuals from its kernel. If so, the
-// dict `recording` contains the thread's id.
+// Returns whether this thread is running a call that has requested residuals from its kernel. If
+// so, the dict `recording` contains the thread's id.
 inline bool thread_records(PyObject* recording) {
   if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
@@ -60,12 +61,13 @@ inline bool thread_records(PyObject* recording) {
   return PyDict_Contains(recording, thread.get()) == 1;
 }
 
-// The dict `Residuals::recording`, which is shared by all operators with residuals. Calls to
-// operators without residuals find it through this pointer. Owned, but nullptr until an operator
+// An owned reference to the dict `Residuals::recording`, which all operators with residuals share.
+// Calls to operators without residuals use this pointer to find it. It is nullptr until an operator
 // with residuals is first called.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
-// RAII guard that restores this thread's item in the dict `recording`. The GIL must be held.
+// RAII guard that restores this thread's item in the dict `recording` at the end of the scope. The
+// GIL must be held.
 class Recording {
  public:
   explicit Recording(PyObject* recording) : recording_(recording) {
@@ -94,8 +96,8 @@ class Recording {
       throw_python_error();
   }
 
-  // Makes `records_gradient()` return False in this thread until the guard is destroyed. Call this
-  // if a kernel that must return residuals calls an operator without residuals. The dict
+  // Makes `records_gradient()` return False in this thread until the guard is destroyed. This is
+  // for a kernel that must return residuals and calls an operator without residuals. The dict
   // `recording` must have contained an item for this thread when the guard was created.
   void stop() {
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
@@ -114,7 +116,7 @@ inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);
 }
 
-// If `made` is an object of the class `Residuals::type`, replaces it with the result in it, and
+// If `made` is an object of the class `Residuals::type`, unpacks it: sets `made` to the result and
 // returns the tuple of residuals. Otherwise returns nullptr. `made` is an owned reference before
 // and after the call.
 inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
@@ -122,7 +124,7 @@ inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) 
     return {};
   PyObject *output = slot_of(made, output_slot), *saved = slot_of(made, saved_slot);
   if (C10_UNLIKELY(output == nullptr || saved == nullptr))
-    return {}; // incomplete, so it was not created by `torchop.residuals`
+    return {}; // a slot is empty, so the object was not created by `torchop.residuals`
   THPObjectPtr both(made), taken(Py_NewRef(saved));
   made = Py_NewRef(output);
   return taken;
@@ -132,8 +134,8 @@ inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) 
 // handover.py.
 PyObject* make_handover(PyObject*, PyObject* args);
 
-// Calls the author's setup_context with the residuals. If there are too few or too many residuals,
-// or one of them is not a tensor that owns its memory, returns false without calling it.
+// Calls the author's setup_context with the residuals. If the number of residuals is wrong or one
+// of them is not a tensor that owns its memory, returns false without calling setup_context.
 bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,
@@ -141,9 +143,9 @@ bool setup_with_residuals(
     PyObject* result,
     PyObject* saved);
 
-// Returns the function `Guard::guard` for the residuals that setup_context saved. If some residuals
-// were not saved, or attributes of `ctx` contain tensors, a guard is not enough, so this calls
-// `Residuals::mark` instead and returns nullptr.
+// Returns the function `Guard::guard` for the residuals that setup_context saved. A guard only
+// covers saved tensors, so if some residuals were not saved or attributes of `ctx` contain tensors,
+// calls `Residuals::mark` instead and returns nullptr.
 THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

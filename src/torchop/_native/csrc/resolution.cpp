@@ -2,9 +2,9 @@
 // torch/csrc/jit/python/pybind_utils.cpp). For each overload, it converts the arguments in schema
 // order until a conversion fails. This is hard to predict, for two reasons. First, PyTorch converts
 // more values than one would expect, for example a one-element tensor to a number, and any number
-// to a bool. Second, some values, such as an invalid device string, raise an error that ends the
-// call. So we consider an overload skipped only if all arguments before the first mismatch
-// certainly convert.
+// to a bool. Second, some values, such as an invalid device string, raise an error instead of
+// moving on to the next overload. So we consider an overload skipped only if all arguments before
+// the first mismatch certainly convert.
 #include "resolution.h"
 
 #include "free_threads.h"
@@ -14,7 +14,7 @@ namespace torchop {
 namespace {
 
 // Whether PyTorch can convert a value to a type in the schema. If a value is `Rejected`, PyTorch
-// tries the next overload. `Unknown` includes values that make PyTorch raise an error.
+// tries the next overload. `Unknown` values may be converted, be rejected, or raise an error.
 enum class Fit { Accepted, Rejected, Unknown };
 
 bool is_list(PyObject* value) {
@@ -30,19 +30,19 @@ bool is_builtin(PyObject* value) {
       PyUnicode_CheckExact(value) || is_list(value);
 }
 
-// Returns whether a tensor certainly does not convert to a number, because it has several elements.
-// Returns false for tensors that native calls do not support, because their number of elements may
-// be symbolic.
+// Returns whether a tensor has several elements, so that it certainly does not convert to a number.
+// For tensors that native calls do not support, the number of elements may be symbolic, so this
+// returns false.
 bool is_not_scalar(PyObject* tensor) {
   TensorSummary seen;
   add_tensor_to<true>(tensor, seen);
   return tensors_reason(seen) == Reason::Native && impl_of(tensor)->numel() > 1;
 }
 
-// Returns whether a value converts to a number, or to a type that the dispatcher stores as a
-// number, such as a dtype.
+// Returns whether a value converts to a number or to a type such as a dtype, which the dispatcher
+// stores as a number.
 Fit fit_number(Base base, PyObject* value) {
-  if (base == Base::Bool) // py::cast<bool> accepts None too
+  if (base == Base::Bool) // py::cast<bool> accepts numbers and None
     return PyUnicode_CheckExact(value) || is_list(value) ? Fit::Rejected : Fit::Accepted;
   if (PyFloat_CheckExact(value))
     return base == Base::Float || base == Base::Number ? Fit::Accepted : Fit::Rejected;
@@ -52,7 +52,7 @@ Fit fit_number(Base base, PyObject* value) {
   return is_certain && fits_in_64_bits(value) ? Fit::Accepted : Fit::Unknown;
 }
 
-// Returns whether a plain tensor or a built-in object converts to a type that is not a list.
+// Returns whether a plain tensor or a built-in object converts to a non-list type.
 Fit fit_builtin(Base base, PyObject* value) {
   const bool is_tensor = is_plain_tensor(value);
   switch (base) {
@@ -84,7 +84,7 @@ Fit fit_one(Base base, PyObject* value) {
 }
 
 Fit fit_item(const Kind& kind, PyObject* item) {
-  // PyTorch converts None to an undefined tensor, except inside a list.
+  // PyTorch converts None to an undefined tensor, but not inside a list.
   if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
     return Fit::Rejected;
   return fit_one(kind.base, item);
@@ -102,7 +102,7 @@ Fit fit_items(const Kind& kind, PyObject* list) {
   return fit;
 }
 
-// Returns whether a value that is not a list converts to a list type.
+// Returns whether a non-list value converts to a list type.
 Fit fit_as_list(const Kind& kind, PyObject* value) {
   if (value == Py_None)
     return Fit::Rejected;
@@ -112,8 +112,8 @@ Fit fit_as_list(const Kind& kind, PyObject* value) {
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))
     return is_read_as_sequence ? Fit::Rejected : Fit::Unknown;
-  // A list of fixed size, such as int[2], also accepts a single number, and repeats it. `kind` does
-  // not include the size, so the parameter might be such a list.
+  // A list type with a fixed size, such as int[2], also accepts a single number and repeats it.
+  // Since `kind` does not include the size, any list of ints or floats might be such a type.
   const bool may_be_repeated = kind.base == Base::Int
       ? is_integer(value)
       : kind.base == Base::Float && PyFloat_CheckExact(value);

@@ -14,8 +14,8 @@ namespace torchop {
 bool is_skipped_overload(
     const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords);
 
-// Returns whether a call passes a tensor for a number, or a list that contains a tensor for a list
-// of numbers.
+// Returns whether a call passes a tensor where the schema declares a number, or a list with a
+// tensor where it declares a list of numbers.
 bool passes_tensor_for_number(
     const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords);
 

@@ -1,8 +1,8 @@
 // results.h: check that a kernel returned values of the right types, and that they do not alias the
 // inputs.
 //
-// These checks are fast and accept most valid results. If they do not accept a result, Python code
-// checks it thoroughly, and either converts it or raises an error.
+// These checks are a fast path that accepts most valid results. Any other result goes to Python
+// code, which checks it thoroughly and either converts it or raises an error.
 #pragma once
 
 #include <Python.h>
@@ -37,15 +37,15 @@ inline bool has_own_storage(PyObject* tensor) {
   return impl_of(tensor)->has_storage() && impl_of(tensor)->unsafe_storage().use_count() == 1;
 }
 
-// Returns whether PyTorch did not allocate a storage's memory itself, as for the memory of a NumPy
-// array. Such a storage may share memory with any other storage. PyTorch's own allocators use the
-// address of the memory as the context of its deleter.
+// Returns whether a storage uses memory that PyTorch did not allocate, for example the memory of a
+// NumPy array. Several such storages may share the same memory. PyTorch's own allocators can be
+// recognized because they pass the address of the memory as the context of its deleter.
 inline bool is_borrowed(c10::StorageImpl* storage) {
   const c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
   return data.get() != data.get_context();
 }
 
-// Compares the memory of two different storages. Copy-on-write storages do not count as
+// Returns whether two different storages overlap in memory. Copy-on-write storages do not count as
 // overlapping, because PyTorch copies their memory before a write.
 __attribute__((noinline)) inline bool overlap(c10::StorageImpl* one, c10::StorageImpl* other) {
   const c10::DataPtr &first = one->_mutable_data_ptr_no_checks(),
@@ -58,14 +58,14 @@ __attribute__((noinline)) inline bool overlap(c10::StorageImpl* one, c10::Storag
       !c10::impl::cow::is_cow_data_ptr(first) && !c10::impl::cow::is_cow_data_ptr(second);
 }
 
-// Both values must be plain tensors. A tensor without a storage shares no memory.
+// Returns whether two plain tensors share memory. A tensor without a storage shares none.
 inline bool share_memory(PyObject* one, PyObject* other) {
   c10::StorageImpl *first = storage_of(one), *second = storage_of(other);
   return first == second || (first != nullptr && second != nullptr && overlap(first, second));
 }
 
-// Returns whether a result is a plain tensor that autograd can record. Outside of inference mode,
-// returns false for an inference tensor, because Python code must replace it.
+// Returns whether a result is a plain tensor that autograd can record. Autograd cannot record
+// inference tensors, so outside of inference mode, returns false and lets Python code replace them.
 C10_ALWAYS_INLINE bool is_plain_result(PyObject* value) {
   return is_plain_tensor(value) &&
       (C10_LIKELY(!impl_of(value)->is_inference()) || c10::InferenceMode::is_enabled());
@@ -74,8 +74,8 @@ C10_ALWAYS_INLINE bool is_plain_result(PyObject* value) {
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
     return false; // not dense, so Python must check whether it aliases an argument
-  // The fast path. If nothing else references the tensor, it is not an input. If nothing else
-  // references its storage either, and PyTorch allocated it, the tensor is not a view of an input.
+  // The fast path: if nothing else references the tensor, it is not an input. If in addition it is
+  // the only owner of its storage and PyTorch allocated the memory, it is no view of an input.
   if (C10_LIKELY(
           Py_REFCNT(tensor) == 1 && has_own_storage(tensor) && !is_borrowed(storage_of(tensor))))
     return true;
@@ -99,8 +99,8 @@ inline bool have_same_metadata(PyObject* one, PyObject* other) {
   }
 }
 
-// Returns whether a result is a plain tensor that shares no storage with any tensor in the
-// arguments, including tensors in lists and tuples.
+// Returns whether a result is a plain tensor that shares no memory with the arguments, including
+// tensors in lists and tuples.
 inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* result) {
   if (!is_plain_tensor(result) || !impl_of(result)->has_storage())
     return false;
@@ -108,7 +108,7 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
   auto compare = [&](PyObject* value) {
     if (is_plain_tensor(value))
       is_input |= detail::share_memory(value, result);
-    else // do not read the memory of a subclass, because it may have none
+    else // compare only the storages, because a subclass may have no memory
       is_input |= is_tensor(value) && detail::storage_of(value) == detail::storage_of(result);
   };
   auto compare_all = [&](PyObject* value) {
@@ -128,8 +128,8 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 
 namespace detail {
 
-// Implements `is_valid_result` for schemas that return lists or ints. Accepts a list only if
-// nothing else references it, because each call through the dispatcher returns a new list.
+// Implements `is_valid_result` for schemas that return lists or ints. Each call through the
+// dispatcher returns a new list, so a list is accepted only if nothing else references it.
 __attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
     PyObject* result, const Returns& returns, const Values& values) {
   const bool is_tuple = returns.count > 1;
@@ -143,8 +143,8 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
       return false;
     if (!returns.are_fresh)
       return true;
-    // NumPy arrays reference the tensor that owns their memory. So if nothing else references a
-    // tensor, it can share memory only with another tensor whose memory is borrowed.
+    // An array from `tensor.numpy()` references the tensor that owns the memory. So a tensor
+    // without other references can share memory only if it is borrowed from elsewhere.
     if (!has_own_storage(tensor) || Py_REFCNT(tensor) != 1)
       return false;
     if (C10_LIKELY(!is_borrowed(storage_of(tensor))))
@@ -176,7 +176,7 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
 
 } // namespace detail
 
-// Returns whether a result is certainly valid and can be returned to the caller unchanged.
+// Returns whether a result is certainly valid, so that it can be returned to the caller unchanged.
 C10_ALWAYS_INLINE bool is_valid_result(
     PyObject* result, const Returns& returns, const Values& values) {
   if (returns.count == 0)

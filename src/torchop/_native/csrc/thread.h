@@ -16,16 +16,15 @@ namespace torchop {
 struct Thread {
 #ifdef Py_GIL_DISABLED
   size_t number =
-      0; // counted from 1, selects the thread's part of Counters; 0 before its first use
-  // `note_call` (free_threads.h) samples one call in this many. The number is prime, because
-  // otherwise `note_call` might sample the same call over and over in a program that repeats a
-  // fixed sequence of calls.
+      0; // selects the thread's part of Counters, counting from 1; 0 before its first use
+  // `note_call` (free_threads.h) samples one call out of this many. The number is prime, so that a
+  // program that repeats a fixed sequence of calls does not get the same call sampled every time.
   static constexpr uint32_t interval = 65521;
   uint32_t calls_until_check = interval;
 #endif
 
-  // The lowest address of the stack, and the number of bytes that must stay free. With these
-  // initial values, `is_stack_low` measures the stack in the thread's first call.
+  // The lowest address of the stack, and the number of bytes above it that must stay free. The
+  // initial values make `is_stack_low` measure the stack in the thread's first call.
   uintptr_t stack_end = 0;
   uintptr_t stack_reserve = ~uintptr_t{0};
 };
@@ -53,19 +52,19 @@ inline void stash_obj_in_tls(const char* name, SafeObject object) {
   at::impl::ThreadLocalPythonObjects::set(name, std::move(object));
 }
 
-// Call this only once per operator call, because in a shared library each access to a thread_local
-// variable calls __tls_get_addr. The asm statement hides the origin of the address from the
-// compiler, which might otherwise compute the address again at each use.
+// Call this only once per operator call and pass the reference on, because in a shared library each
+// access to a thread_local variable calls __tls_get_addr. The asm statement hides the origin of the
+// address from the compiler, which could otherwise compute it again at each use.
 inline Thread& this_thread() {
   Thread* here = &thread;
   asm("" : "+r"(here));
   return *here;
 }
 
-// Disables the check if the limits of the stack are unknown.
+// Determines the limits of this thread's stack. If they are unknown, disables `is_stack_low`.
 inline void measure_stack(Thread& here) {
-  // Reserve this much of the stack for C code that kernels call, such as PyTorch and NumPy, because
-  // that code does not check the stack itself.
+  // Kernels call C code that does not check the stack itself, such as PyTorch and NumPy, so reserve
+  // this many bytes for it.
   constexpr uintptr_t reserve = 512 * 1024;
   uintptr_t end = 0, size = 0;
 #if defined(__linux__)
@@ -88,7 +87,8 @@ inline void measure_stack(Thread& here) {
 }
 
 // Returns whether the stack might overflow in this call. CPython only limits the number of Python
-// frames, so without this check, a program that raises the recursion limit could crash.
+// frames, so without this check, deep recursion could crash a program that raises the recursion
+// limit.
 inline bool is_stack_low(Thread& here) {
   const auto address = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
   // A greenlet has its own stack, so `address` may be below `stack_end`. The unsigned difference
