@@ -1,5 +1,8 @@
 """However an operator is named, torchop finds the same definition. Uses private names."""
 
+import gc
+import itertools
+import threading
 import warnings
 from functools import partial
 
@@ -11,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchop
 from tests._support.devices import BACKEND, TYPE
 from tests._support.releases import needs_tags
-from torchop._core.registry import find_schema, op_name, resolve
+from torchop._core.registry import find_schema, op_name, own_definitions, resolve
 from torchop.extend import Form, OpName
 
 T = torch.zeros(2)
@@ -297,3 +300,73 @@ def test_replaced_handle_cannot_register_through_a_library(namespace, as_method)
         with pytest.raises(torchop.OperatorGoneError, match="replaced"):
             register(rule, lib=library)
         assert torch.vmap(newer)(torch.ones(2)).tolist() == [2, 2]
+
+
+def triple(grad: Tensor) -> Tensor:
+    return grad * 3
+
+
+def leave_behind(namespace, way, name="op"):
+    """Deregister an operator with rules that outlive it, including a helper operator."""
+    library = (torchop if way == "close" else torch.library).Library(namespace, "FRAGMENT")
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, lambda x: x.clone(), "CompositeExplicitAutograd")
+    torchop.register_autograd(f"{namespace}::{name}", backward_kernel=triple)
+    torchop.get_rule("inverse").register(f"{namespace}::{name}", torch.neg)
+    handle = torch.library.custom_op(
+        f"{namespace}::{name}_stock", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    torchop.register_autograd(handle, backward_kernel=triple)
+    own = define(namespace, f"{name}_own")
+    own.register_autograd(lambda ctx, grad: grad)
+    own._lib._destroy()
+    handle._lib._destroy()
+    if way == "close":
+        library.close()
+    elif way == "destroy":
+        library._destroy()
+    else:
+        del library
+        gc.collect()
+    return own  # PyTorch lists the handle as long as it is referenced
+
+
+def look_at_all_operators():
+    torchop.cache_key_tag()
+    torchop.providers()
+    with torchop.accelerate("*") as acceleration:
+        str(acceleration)
+    with torchop.record("*") as recorded:
+        repr(recorded)
+
+
+@pytest.mark.parametrize("way", ["close", "destroy", "collect"])
+def test_tools_skip_operators_that_were_deregistered(namespace, way):
+    _handle = leave_behind(namespace, way)
+    look_at_all_operators()
+    name = f"{namespace}::op__backward_kernel"
+    assert name in torchop.explain(name, torch.ones(2)).op
+    assert f"{namespace}::op_own" not in own_definitions()
+
+
+def test_tools_skip_operators_that_another_thread_deregisters(namespace):
+    errors, stop = [], threading.Event()
+
+    def define_and_deregister():
+        try:
+            for number in itertools.count():
+                leave_behind(namespace, "close" if number % 2 else "destroy", f"op{number}")
+                if stop.is_set():
+                    break
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=define_and_deregister)
+    thread.start()
+    try:
+        for _ in range(8):
+            look_at_all_operators()
+    finally:
+        stop.set()
+        thread.join()
+    assert errors == []

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -14,7 +14,7 @@ from torchop._accelerate.patterns import (
     is_match,
     why_nothing_to_accelerate,
 )
-from torchop._compat import compilers, foreign_operators, logs, registries
+from torchop._compat import compilers, foreign_operators, logs, operators, registries
 from torchop._core.lock import registration_lock
 from torchop._core.registry import find_schema
 from torchop._native import switch
@@ -25,11 +25,14 @@ from torchop.extend import OpName, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Result = TypeVar("Result")
+
 # The accelerations in effect. An operator is accelerated as long as it matches one of them.
 _active: list[Acceleration] = []
 # Maps each matching operator to the reason why it is not accelerated, or to None if it is.
 _problems: dict[OpName, str | None] = {}
 _stop_watching: registries.RegistrationHook | None = None
+_DEREGISTERED = "it was deregistered"
 
 
 class AcceleratedOperator(NamedTuple):
@@ -243,7 +246,9 @@ def _is_matched(name: OpName) -> bool:
 
 
 def _adopt(name: OpName, library: torch.library.Library | None) -> None:
-    problem = _problems[name] = table.accelerate(name, library)
+    gone: str | None = _DEREGISTERED
+    problem = _unless_deregistered(name, lambda: table.accelerate(name, library), gone)
+    _problems[name] = problem
     logs.calls.info("%s, to be accelerated: %s", name, problem or "done")
 
 
@@ -266,7 +271,25 @@ def _release_unmatched() -> None:
         _stop_watching = None
 
 
+def _unless_deregistered(name: OpName, compute: Callable[[], Result], otherwise: Result) -> Result:
+    """Return `compute()`, or `otherwise` if the operator is deregistered in the meantime.
+
+    PyTorch does not hold `registration_lock` while it deregisters an operator.
+    """
+    try:
+        return compute()
+    except RuntimeError:
+        if operators.has_schema(str(name)):
+            raise
+        return otherwise
+
+
 def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
+    deregistered = AcceleratedOperator(str(name), False, _DEREGISTERED)
+    return _unless_deregistered(name, lambda: _current_row(name, is_of_python), deregistered)
+
+
+def _current_row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     reason: str | None
     if not is_of_python:
         reason = "it was defined in C++"
@@ -277,7 +300,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif table.is_made_here(name):
         reason = table.MADE_HERE
     elif (calls := table.accelerated.get(name)) is None:
-        reason = _problems.get(name) or "it was deregistered"
+        reason = _problems.get(name) or _DEREGISTERED
     else:
         calls.outdate()  # check again, because another package may have registered a kernel
         calls()

@@ -113,6 +113,9 @@ def chosen_overload(
 
 
 def registration_site(qualname: str, overload: str) -> str:
-    handle = torch._C._dispatch_find_schema_or_throw(qualname, overload)
+    try:
+        handle = torch._C._dispatch_find_schema_or_throw(qualname, overload)
+    except RuntimeError:  # another thread has just deregistered the operator
+        return "(unknown)"
     site = re.search(r"registered at (.*:\d+)$", handle.debug(), re.MULTILINE)
     return site.group(1) if site else "(unknown)"

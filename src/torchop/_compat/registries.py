@@ -28,10 +28,11 @@ published_handle: Callable[[str], CustomOpDef | None] = OPDEFS.get
 published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.get
 
 
-def published_handles() -> dict[str, CustomOpDef]:
-    # `dict(OPDEFS)` would look up each key again. By then, the handle may have been
-    # garbage-collected, because OPDEFS holds handles weakly.
-    return dict(OPDEFS.items())
+def published_handles() -> list[CustomOpDef]:
+    # Other threads may publish handles, so copy the references first. Unlike `OPDEFS.values()`,
+    # `valuerefs` copies them in one step.
+    handles = (reference() for reference in OPDEFS.valuerefs())
+    return [handle for handle in handles if handle is not None]
 
 
 def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:

@@ -57,8 +57,11 @@ def process_definitions(namespace: str) -> Mapping[str, Any]:
 
 
 def all_process_definitions() -> list[str]:
+    # Copy each dict first, because another thread may add a definition.
     return [
-        name for namespace in list(_process_libraries) for name in process_definitions(namespace)
+        name
+        for namespace in list(_process_libraries)
+        for name in list(process_definitions(namespace))
     ]
 
 

@@ -122,9 +122,10 @@ def overload_of(op: OpLike, caller: str) -> OpOverload:
 
 
 def own_definitions() -> dict[str, Definition]:
-    names = map(OpName.parse, registries.published_handles())
-    definitions = {str(name): own_definition(None, name) for name in names}
-    return {name: d for name, d in definitions.items() if d is not None}
+    """Map the names of torchop's operators to their definitions."""
+    handles = registries.published_handles()
+    found = (handle._definition for handle in handles if isinstance(handle, Handle))
+    return {str(each): each for each in found if each.deregistration_reason is None}
 
 
 def definitions_of(name: OpName) -> list[Definition]:
@@ -135,7 +136,8 @@ def definitions_of(name: OpName) -> list[Definition]:
 
 
 def known_names() -> set[str]:
-    return {*registries.published_handles(), *all_process_definitions()}
+    published = (handle._qualname for handle in registries.published_handles())
+    return {*published, *all_process_definitions()}
 
 
 def find_schema(name: OpName) -> Schema:

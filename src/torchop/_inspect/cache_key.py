@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torchop
 from torchop import Rule, get_rule
-from torchop._compat import planned_outputs, registries, stock_kernels
+from torchop._compat import planned_outputs, registries, stock_kernels, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.definition import Definition
 from torchop._core.registry import definitions_of, known_names, own_definitions
@@ -105,8 +105,13 @@ class _Digest(CodeDigest):
         if name.namespace in _OF_PYTORCH or qualname in self._added:
             return
         self._added.add(qualname)
+        # Rules that were registered without `lib=` outlive an operator of another package, and
+        # another thread may deregister an operator at any time. So look up the overload only once.
+        overload = torch_ops.live_overload(*name)
+        if overload is None:
+            return
         for definition in definitions_of(name):
-            self._add_definition(qualname, definition)
+            self._add_definition(overload, definition)
         # Also add the rules that were registered through torch.library.
         handle = registries.published_handle(qualname)
         registered = () if handle is None else stock_kernels.registered_functions(handle)
@@ -116,15 +121,17 @@ class _Digest(CodeDigest):
             self.has_rules = True
             self.add_registered((qualname, *functions))
 
-    def _add_definition(self, qualname: str, definition: Definition) -> None:
+    def _add_definition(self, overload: OpOverload, definition: Definition) -> None:
         self.has_rules = True
+        qualname = overload._name
         parts = [value for rule in definition.rules.values() for value in rule.cache_parts()]
         for rule in map(get_rule, rule_names()):
-            if rule.has(qualname):
-                parts += rule.cache_parts(rule.lookup(qualname))
+            # Unlike `lookup`, `_find` works if another thread has just deregistered the operator.
+            if (value := rule._find(overload)) is not NotImplemented:
+                parts += rule.cache_parts(value)
         parts += map(str, (definition.declaration.tags, planned_outputs.forms_in_graphs(qualname)))
         self.add_registered((qualname, definition.schema.written, *parts))
-        if (origin := Rule.origin(definition.overload)) is not None:
+        if (origin := Rule.origin(overload)) is not None:
             self.add_operator(origin[0])
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:

@@ -199,7 +199,7 @@ def _ready(module: ModuleType) -> None:
     with registration_lock:
         if _native is None:
             _prepare(module)
-            for handle in registries.published_handles().values():
+            for handle in registries.published_handles():
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     _adopt(handle._definition, module)
                     # If there is a plan, the operator was already used, perhaps only through

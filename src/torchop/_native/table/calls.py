@@ -76,8 +76,8 @@ class TableCalls(NativeCalls):
         """
         if library is not None:
             self._table = registrations_of(library, self.name)
+        accelerated[self.name] = self  # first, because `add` calls `_release` if it raises
         self._table.add(_KIND, self, self._release)
-        accelerated[self.name] = self
         if self._overload._schema.is_mutable:
             functionalization.install_low_level(self._registered, is_mutable=True)
         foreign_operators.when_exchanged(self._overload, self._take_exchanged)
