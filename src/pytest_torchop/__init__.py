@@ -1,8 +1,8 @@
-"""The pytest plugin of torchop. It generates tests, or checks operators with the calls of tests.
+"""The pytest plugin of torchop, which generates tests, or checks operators with calls from tests.
 
 pytest imports all installed plugins, even in projects that do not use them, and importing torchop
-takes seconds. So the plugin is a separate package, which imports `torchop.testing.pytest_plugin`
-only when a test needs it.
+takes seconds. The plugin is therefore a separate package, which imports
+`torchop.testing.pytest_plugin` only when a test needs it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MARKER = (
     "torchop.testing.check; the test calls torchop_check()."
 )
 
-# The stash key of a temporary folder with one file for each pytest-xdist worker. Each
-# worker writes its current call to its file.
+# The stash key of a temporary folder with one file for each pytest-xdist worker, to which the
+# worker writes its current call.
 _FOLDER = pytest.StashKey[Path]()
 
 
@@ -82,8 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Pass the name of a file to each pytest-xdist worker.
 
-    The worker writes each call to the file before it makes the call. If the worker crashes,
-    `pytest_handlecrashitem` reads the file.
+    The worker writes each call to this file before making it, so that `pytest_handlecrashitem` can
+    report the call if the worker crashes.
     """
     folder = node.config.stash.get(_FOLDER, None)
     if folder is None:
@@ -95,7 +95,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
-    """Complete the report of a test that crashed a pytest-xdist worker or timed out."""
+    """Add the crashed call to the report of a test whose pytest-xdist worker crashed or hung."""
     worker: Any = report.node
     if Path(worker.workerinput["torchop_call"]).exists():
         from torchop.testing import pytest_plugin  # imports PyTorch
@@ -104,7 +104,7 @@ def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """End the process that ran the checks, if any ran."""
+    """Close the worker process that ran the checks, if there is one."""
     plugin = sys.modules.get("torchop.testing.pytest_plugin")
     if plugin is not None:
         plugin.close_workers()
@@ -127,7 +127,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def torchop_check(request: pytest.FixtureRequest) -> Any:
-    """A function that runs the check of this test. The test must have the mark `torchop`."""
+    """A function that runs the check of this test, which must be marked with `torchop`."""
     from torchop.testing import pytest_plugin  # imports PyTorch
 
     return pytest_plugin.planned_check(request)
@@ -137,8 +137,8 @@ def torchop_check(request: pytest.FixtureRequest) -> Any:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    # This wrapper runs outside pytest's own wrappers, so they have already applied xfail marks to
-    # the report.
+    # pytest's own wrappers run inside this one, so they have already applied xfail marks to the
+    # report.
     report = yield
     if call.when == "call" and "torchop_check" in getattr(item, "fixturenames", ()):
         from torchop.testing import pytest_plugin  # already imported by the test
@@ -148,7 +148,7 @@ def pytest_runtest_makereport(
 
 
 class _Results:
-    """Collect the results of all tests, and write them to the file given by `--torchop-report`."""
+    """Collects the results of all tests and writes them to the file from `--torchop-report`."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""The context manager `checking` detects undeclared writes in all calls of a program."""
+"""The context manager `checking`, which detects undeclared writes in all calls of a program."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from torchop.testing._snapshot import BACKWARD, HELPER, KERNEL, SETUP_CONTEXT, S
 class checking(Block):  # noqa: N801  (called like a function)
     """Check that operators mutate only the arguments that their schemas declare as mutated.
 
-    Inside `with checking():`, each call of an operator copies the inputs of the kernel, and
-    compares them bit for bit after the kernel has run. The comparison includes metadata, version
-    counters, and the memory around each input, so it detects writes by PyTorch, NumPy and C
-    extensions. A declared mutation may change the values of an argument, but not its storage, shape
-    or strides. An `out=` argument may also be resized.
+    Inside `with checking():`, each call of an operator copies the inputs of the kernel and compares
+    them bit for bit after the kernel has run. The comparison includes metadata, version counters,
+    and the memory around each input, so it detects writes by PyTorch, NumPy and C extensions. A
+    declared mutation may change the values of an argument, but not its storage, shape or strides.
+    An `out=` argument may also be resized.
 
     The `with` block checks all kernels registered with torchop that run in this thread or in its
-    backward passes, including kernels called by compiled code and by other kernels. It checks calls
-    of other packages' operators, too, except the operators of PyTorch itself. For this, it enters a
-    `TorchDispatchMode`. For operators of torchop, it also checks
-    autograd formulas: `backward` must not write into its incoming gradients, and `setup_context`
-    must not write into inputs and outputs. With `torch.compile`, formulas run only while a graph is
-    being compiled, so compile inside the block.
+    backward passes, including kernels called by compiled code and by other kernels. For operators
+    defined with torchop, it also checks autograd formulas: `backward` must not write into its
+    incoming gradients, and `setup_context` must not write into inputs and outputs. With
+    `torch.compile`, formulas run only while a graph is being compiled, so compile inside the block.
+    Operators of other packages are checked through a `TorchDispatchMode`, except for the operators
+    of PyTorch itself.
 
     `checking()` can be nested, and can decorate a function. Calls outside the block have no
     overhead. Tensors without data, MKL-DNN tensors, tensors that are too large to copy, and all
-    tensors during the capture of a device graph are not compared. On a GPU, the backward pass runs
-    in other threads, so it is checked only with PyTorch 2.12 or later. No other thread may write
-    into the inputs during a call, because its writes would be attributed to the kernel.
+    tensors during the capture of a device graph are skipped. On a GPU, the backward pass runs in
+    other threads, so it is checked only with PyTorch 2.12 or later. No other thread may write into
+    the inputs during a call, because its writes would be attributed to the kernel.
 
     Raises:
         UndeclaredMutationError: a kernel or formula made a mutation that the schema does not
@@ -62,8 +62,8 @@ class checking(Block):  # noqa: N801  (called like a function)
         self._entered: list[list[checking]] = []
 
     def _recreate_cm(self) -> checking:
-        # Several threads may call a decorated function at the same time, so enter a new object in
-        # each call.
+        # Several threads may call a decorated function at the same time, so use a new context
+        # manager for each call.
         return checking()
 
     def __enter__(self) -> None:
@@ -77,7 +77,7 @@ class checking(Block):  # noqa: N801  (called like a function)
     def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("checking() was exited, but it was not entered")
-        # A different thread may exit the block, so use the list of the thread that entered it.
+        # Another thread may exit the block, so update the list of the thread that entered it.
         self._entered.pop().remove(self)
         _thread.exit_mode()
         with registration_lock:
@@ -95,10 +95,10 @@ class _Thread(threading.local):
             self._mode.__enter__()
 
     def exit_mode(self) -> None:
-        """Exit the mode of this thread if the thread has no open block.
+        """Exit the dispatch mode of this thread once all of its `checking` blocks are closed.
 
-        If another thread exits the last block of this thread, the mode stays active, but checks
-        nothing. A thread cannot change the modes of another thread.
+        A thread cannot change the modes of another thread. So if another thread exits the last
+        block of this thread, the mode stays active, but no longer checks anything.
         """
         if self._mode is not None and not self.open_blocks:
             mode, self._mode = self._mode, None
@@ -106,10 +106,10 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# The `checking` blocks that the current thread has entered. PyTorch copies context variables to its
-# backward threads, so a backward thread reads the list of the thread that called backward.
+# The open `checking` blocks of the current thread. PyTorch copies context variables to its backward
+# threads, so a backward thread sees the list of the thread that called backward.
 _blocks_of_caller: ContextVar[list[checking]] = ContextVar("torchop_checking")
-_blocks = 0  # the number of `checking` blocks that are open, in all threads together
+_blocks = 0  # the number of open `checking` blocks across all threads
 
 
 def _switch(blocks: int) -> None:
@@ -123,7 +123,7 @@ def _switch(blocks: int) -> None:
 def is_open() -> bool:
     """Return whether this thread is inside `checking()`.
 
-    For a backward thread, return whether the thread that called backward is inside `checking()`.
+    A backward thread counts as inside if the thread that called backward is inside.
     """
     if not _blocks or _thread.open_blocks:
         return bool(_blocks)
@@ -133,9 +133,10 @@ def is_open() -> bool:
 def _snapshot_of_others(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], None] | None:
-    """Take a snapshot before a call of another package's operator. Return the check to make after.
+    """Take a snapshot before a call of another package's operator, and return the check to run.
 
-    Return None for operators of PyTorch, and for those of torchop, which `_Checker` checks.
+    The check runs after the call. Return None for operators of PyTorch, which are not checked, and
+    for operators defined with torchop, which `_Checker` checks.
     """
     if not is_open() or _is_of_pytorch(name):
         return None
@@ -148,10 +149,10 @@ def _snapshot_of_others(
 
 @functools.cache
 def _is_of_pytorch(name: str) -> bool:
-    """Return whether PyTorch itself defines an operator.
+    """Return whether an operator is defined by PyTorch itself.
 
-    Some of these operators, such as `c10d::allreduce_`, write arguments that their schemas do not
-    declare, and nobody can change them.
+    Some of these operators, such as `c10d::allreduce_`, write to arguments that their schemas do
+    not declare as mutable. Users cannot fix this, so these operators are not checked.
     """
     op = OpName.parse(name)
     site = operators.registration_site(op.packet, op.overload)
@@ -159,10 +160,7 @@ def _is_of_pytorch(name: str) -> bool:
 
 
 class _Checker:
-    """Implements `_core.checking.Checker`.
-
-    Compares snapshots of the arguments from before and after each call.
-    """
+    """Implements `_core.checking.Checker` by comparing snapshots before and after each call."""
 
     def kernel(
         self,
@@ -197,7 +195,7 @@ class _Checker:
 def _checked(
     name: object, function: Callable[..., Any], take: Callable[..., Snapshot]
 ) -> Callable[..., Any]:
-    """Return a wrapper that raises, inside `checking()`, if a call makes undeclared mutations."""
+    """Wrap a function so that undeclared mutations raise an error inside `checking()`."""
 
     @compilers.never_traced
     @functools.wraps(function)

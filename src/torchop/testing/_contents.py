@@ -16,8 +16,8 @@ from torchop.testing.process_state import seed_torch
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
     """Check that the values written to outputs do not depend on the outputs' previous contents.
 
-    Inductor passes uninitialized memory as the outputs of an operator with `torch.Tag.out`. So
-    operators with this tag are checked, and also operators that could be given this tag.
+    Inductor passes uninitialized memory as the outputs of an operator with `torch.Tag.out`, so this
+    checks operators with the tag, and all operators to which the tag could be added.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return
@@ -25,9 +25,9 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
         _written(schema, overload, args, kwargs, byte) for byte in (0x00, 0xFF, 0xFF)
     )
     for (name, first), (_, second), (_, third) in zip(zeros, ones, again, strict=True):
-        # The first call starts with outputs full of 0x00 bytes, the other two with 0xFF bytes. If
-        # the second and third calls differ, the operator is nondeterministic, and a difference
-        # between the first and second calls means nothing.
+        # The outputs are filled with 0x00 bytes before the first call, and with 0xFF bytes before
+        # the other two. If the second and third calls differ, the operator is nondeterministic, so
+        # a difference between the first two calls proves nothing.
         if _same_bits(second, third) and not _same_bits(first, second):
             raise RuntimeError(
                 f"{name!r} of {schema} depends on its previous contents: the kernel reads it, or "
@@ -40,7 +40,7 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
 def _written(
     schema: Schema, overload: OpOverload, args: Any, kwargs: Any, byte: int
 ) -> list[tuple[str, Tensor]]:
-    """Call the operator with outputs full of `byte`. Return the name and tensor of each output."""
+    """Call the operator on outputs filled with `byte`, and return the outputs with their names."""
     args, kwargs = mapped((args, kwargs), lambda tensor: tensor.detach().clone())
     tensors = list(named_inputs(schema, args, kwargs))
     outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]

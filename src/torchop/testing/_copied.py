@@ -1,4 +1,4 @@
-"""`copied_bytes` measures the copies that Inductor inserts because of mutations."""
+"""`copied_bytes`, which measures the copies that Inductor inserts because of mutations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from torchop.extend import OpOverload
 def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> dict[str, int]:
     """Return the bytes that a compiled function copies because of operators' declarations.
 
-    An operator may declare that it mutates an argument, or the layout of an argument.
+    An operator may declare that it mutates an argument, or that it needs an argument in a certain
+    layout (see `register_layout`). Both may cause copies.
 
     If the previous value of a mutated argument may be read later, Inductor passes a copy of the
     argument to the operator. If the argument is an input of the graph, Inductor also copies the new
-    value back. For a large cache, these copies can take longer than the operator. If an argument
-    does not have the declared layout (see `register_layout`), its copy is counted too.
+    value back. For a large cache, these copies can take longer than the operator itself. Arguments
+    that do not have the declared layout are copied as well.
 
     The function is compiled with `fullgraph=True`, but not run. Copies in the backward pass, and in
     the bodies of branches, loops and nested regions, are not counted.
@@ -70,16 +71,16 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     for clone, name in clones.items():
         copied[name] = copied.get(name, 0) + inductor_graphs.size_in_bytes(clone)
     for node in filter(inductor_graphs.is_copy_back, lowered.graph.nodes):
-        # If the operator writes into the input directly, the graph contains `x.copy_(x)`, which
-        # copies nothing. So count a copy only if its source is a clone, or is the new value that a
-        # functional helper operator returns.
+        # If the operator writes into the input directly, the graph contains `x.copy_(x)`, which is
+        # a no-op. So count a copy only if its source is a clone, or the new value returned by a
+        # functional helper operator.
         target, value = (inductor_graphs.view_root(node.all_input_nodes[n]) for n in (0, -1))
         is_cloned = value in clones
         if target in lowered.inputs and (is_cloned or _is_written_copy(value)):
             size = inductor_graphs.size_in_bytes(node.all_input_nodes[0])
             name = lowered.inputs[target]
             # A functional helper operator clones the argument before it writes the new value, so
-            # count this clone in addition to the copy back.
+            # count the clone as well as the copy back.
             copied[name] = copied.get(name, 0) + size * (1 if is_cloned else 2)
     for node, name in _copies_of_layouts(lowered):
         copied[name] = copied.get(name, 0) + inductor_graphs.size_in_bytes(node)
@@ -87,7 +88,7 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 
 def _clones(lowered: Lowered) -> dict[Node, str]:
-    """Return the copies that Inductor passes to operators, with the names of the copied tensors."""
+    """Map the copies that Inductor passes to operators to the names of the copied tensors."""
     copies_back = [*filter(inductor_graphs.is_copy_back, lowered.graph.nodes)]
     copied_back = {inductor_graphs.view_root(node.all_input_nodes[-1]) for node in copies_back}
     mutated = {inductor_graphs.view_root(node.all_input_nodes[0]) for node in copies_back}
@@ -101,14 +102,14 @@ def _clones(lowered: Lowered) -> dict[Node, str]:
             if is_ours and root not in clones and not inductor_graphs.is_copy_back(node):
                 origin = inductor_graphs.view_root(root.all_input_nodes[0])
                 if origin in lowered.inputs and origin not in mutated:
-                    continue  # the copy is part of the program, so Inductor did not insert it
+                    continue  # the program itself makes this copy
                 name = clones.get(origin) or lowered.inputs.get(origin)
                 clones[root] = name or f"{node.target._schema.name}.{argument}"
     return clones
 
 
 def _copies_of_layouts(lowered: Lowered) -> Iterator[tuple[Node, str]]:
-    """Yield the copies into declared layouts, with the names of the copied tensors."""
+    """Yield each copy into a declared layout, with the name of the copied tensor."""
     for node in lowered.graph.nodes:
         if isinstance(node.target, OpOverload) and (layouts := layouts_of(node.target)):
             for argument, value in inductor_graphs.passed(node):
@@ -121,8 +122,8 @@ def _copies_of_layouts(lowered: Lowered) -> Iterator[tuple[Node, str]]:
 def _is_written_copy(node: Node) -> bool:
     """Return whether a node is an updated copy of an argument, returned by a helper operator.
 
-    If the name of an operator ends in `__functional`, it writes into copies of its arguments and
-    returns the copies.
+    Helper operators whose names end in `__functional` write into copies of their arguments and
+    return the copies.
     """
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]

@@ -1,7 +1,7 @@
 """The command that installs optional dependencies of torchop."""
 
-# Set this to True with the first release. Messages and the documentation will then show how to
-# install torchop from a package index instead of a checkout.
+# Set this to True with the first release. Messages and the documentation then show how to install
+# torchop from a package index instead of from a checkout.
 ON_INDEX = False
 
 

@@ -1,8 +1,8 @@
-"""Call a function in a fork of the process, because a kernel may crash or hang.
+"""Call a function in a forked process, because a kernel may crash or hang.
 
-A fork has the operators that the program has defined, and starts in milliseconds. It calls the
-function in a new thread, because OpenMP creates a pool of threads for each thread that uses it. The
-main thread of the fork would wait forever for the threads of its pool, which a fork does not copy.
+A forked process starts in milliseconds and inherits all operators that the program has defined. It
+calls the function in a new thread. OpenMP creates a thread pool for each thread that uses it, and
+forking does not copy the pool of the main thread, so the main thread would wait for it forever.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from torchop.testing import process_group
 
 
 def can_fork() -> bool:
-    """Return whether a fork can run kernels. A fork cannot use an accelerator that is in use."""
+    """Return whether a forked process can run kernels, which fails if an accelerator is in use."""
     accelerator = devices.accelerator()
     return hasattr(os, "fork") and (accelerator is None or not accelerator.is_in_use())
 
 
 class WorkerError(RuntimeError):
-    """The worker process crashed, hung, or raised an exception outside a check."""
+    """Raised if the worker process crashed, hung, or raised an exception outside a check."""
 
 
 class Worker:
     """A forked process that calls `answer(request)` for each request and returns the result.
 
-    If a request ends the process, `ask` raises WorkerError, and the next request starts a new one.
+    If a request crashes the process, `ask` raises WorkerError, and the next request starts a new
+    process.
 
     Args:
         answer: the function to call in the process. Its results must be picklable.
@@ -51,7 +52,7 @@ class Worker:
         self._pipe: Connection | None = None
 
     def ask(self, request: Any, limit: float) -> Any:
-        """Return the answer to a request. Kill the process if it takes over `limit` seconds."""
+        """Return the answer to a request, or kill the process after `limit` seconds."""
         if self._pipe is None:
             self._start()
         assert self._pipe is not None
@@ -76,7 +77,7 @@ class Worker:
     def _start(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
-            # Hide the warning of Python 3.12 about forks of programs that have several threads.
+            # Since Python 3.12, forking a process with several threads emits this warning.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if not process:
@@ -88,7 +89,7 @@ class Worker:
         self._process, self._pipe = process, ours
 
     def _end(self) -> str:
-        """Kill the process and all processes that it started. Return how it ended."""
+        """Kill the process and all processes that it started, and describe how it ended."""
         if self._pipe is None:
             return ""
         pipe, self._pipe = self._pipe, None
@@ -105,7 +106,7 @@ class Worker:
 def _serve(pipe: Connection, answer: Callable[[Any], Any], call_file: Path) -> None:
     process_group.enter()
     process = os.getpid()
-    # Let the parent print tracebacks, in case a kernel crashes.
+    # Write the traceback of a crash to a file, so that the parent process can print it.
     crash = os.open(crash_file(call_file), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     faulthandler.enable(crash, all_threads=False)
 

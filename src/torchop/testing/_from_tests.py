@@ -1,4 +1,4 @@
-"""Check operators with the calls of a test suite as examples, in a worker process."""
+"""Check operators in worker processes, using the calls of a test suite as examples."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torchop.testing._fork import WorkerError
 from torchop.testing._suite_calls import StoredCall, examples_of, grown, has_rows
 from torchop.testing._worker import CheckWorker
 
-# The time limit of one check in seconds. It is much longer than the budget of an operator, because
-# a check that exceeds this limit fails, whereas a check after the budget is skipped.
+# The time limit of one check in seconds. A check that exceeds it fails, whereas checks that do not
+# fit into the budget of an operator are only skipped, so the limit is much larger than the budget.
 _LONGEST = 60.0
 _MOST_ELAPSED = 4
-# These checks find most faults. They run first, because the budget may end before all checks.
+# These checks find most bugs, so they run first, in case the budget is too small for all checks.
 _FIRST = (
     "contracts.schema",
     "memory.given",
@@ -71,7 +71,7 @@ class Family(NamedTuple):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether no check of the family passed or failed."""
+        """Whether no check of the family either passed or failed."""
         return not self.report.count("passed") and not self.failures
 
     @property
@@ -89,7 +89,7 @@ class Family(NamedTuple):
         return "\n\n".join(texts)
 
     def tested(self) -> dict[str, Any]:
-        """Return the outcome as plain values, which pytest-xdist can send between processes."""
+        """Return the outcome as plain values, which pytest-xdist can send to the controller."""
         outcome, text = "passed", ""
         if self.failures:
             outcome, text = "failed", self.in_words()
@@ -113,7 +113,7 @@ class Family(NamedTuple):
 class Baseline:
     """Known failures, in a JSON file that maps operators to checks and their messages.
 
-    If the file does not exist, all failures are known, and `save` writes the file.
+    If the file does not exist yet, all failures are accepted as known, and `save` writes the file.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -175,13 +175,13 @@ def check_calls(
         baseline: known failures.
     """
     baseline = baseline or Baseline(None)
-    with fake_tensors.new_fake_mode():  # import its modules here, and not in each worker process
+    with fake_tensors.new_fake_mode():  # import its modules once, not in each worker process
         pass
     for op in sorted(calls):
         started = time.perf_counter()
         name = OpName.parse(op)
         if not operators.is_registered(name.packet, name.overload):
-            continue  # a test defined the operator, and has deregistered it
+            continue  # a test defined the operator and deregistered it again
         results = [baseline.applied(op, each) for each in _results(op, calls[op], only, budget)]
         if results:
             schema = str(Operator(op, "check").schema)
@@ -208,7 +208,8 @@ def _results(
     op: str, calls: Sequence[StoredCall], only: Sequence[str], budget: float
 ) -> Iterator[Result]:
     examples = examples_of(calls)
-    # If a larger example crashes the kernel, use only the calls of the test suite.
+    # First try with enlarged examples. If one of them crashes the kernel, start over with only the
+    # calls of the test suite.
     for may_grow in (True, False):
         plan = functools.partial(_plan, op, examples, tuple(only), may_grow)
         worker = CheckWorker(plan)
@@ -219,7 +220,8 @@ def _results(
             problem = str(error)
             continue
         try:
-            # Allow for more elapsed time than processor time, in case the machine is busy.
+            # The budget limits the CPU time. The machine may be busy, so allow for more wall-clock
+            # time.
             end = time.perf_counter() + _MOST_ELAPSED * budget
             for name in sorted(names, key=_turn):
                 if worker.seconds > budget or time.perf_counter() > end:
@@ -252,7 +254,7 @@ def _plan(
 
 
 def _with_grown(op: str, examples: Sequence[Any]) -> list[Any]:
-    """Insert an example with two dimensions if the operator accepts no such example yet."""
+    """Add an example with two dimensions, unless the operator already accepts one."""
     subject = plan_checks(op, examples)[0].subject
     accepted = [e for e in subject.originals if subject.refusal(e) is None]
     if any(has_rows(tuple(example)) for example in accepted):
@@ -268,5 +270,5 @@ def _with_grown(op: str, examples: Sequence[Any]) -> list[Any]:
 
 
 def names_check(pattern: str) -> bool:
-    """Return whether a pattern names at least one check."""
+    """Return whether a pattern matches the name of at least one check."""
     return any(is_named(kind.name, pattern) for kind in CHECKS)

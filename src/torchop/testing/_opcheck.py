@@ -1,4 +1,4 @@
-"""`opcheck` checks that compilers can use an operator."""
+"""`opcheck`, which checks that compilers and other PyTorch subsystems can use an operator."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DEFAULT_TEST_UTILS = (
     "test_faketensor",
     "test_aot_dispatch_dynamic",
 )
-# PyTorch's checks treat a tolerance of 0 as missing, so pass the smallest float instead of 0.
+# PyTorch's checks ignore a tolerance of 0, so pass the smallest positive float instead.
 _TINY = 5e-324
-# An additional check, for operators with a sharding rule.
+# A check that torchop adds to PyTorch's checks, for operators with a sharding rule.
 _SHARDING = "test_sharding"
 _PLACEMENTS = 100  # the maximum number of combinations of placements that `test_sharding` tries
 
@@ -48,8 +48,8 @@ def opcheck(
 
     Call `opcheck` with representative inputs: each device and dtype, empty and non-contiguous
     tensors and, if the operator has an autograd formula, tensors that require grad. `opcheck` does
-    not check that results and gradients are correct. To check results, use
-    `torch.testing.assert_close`; to check gradients, use `torch.autograd.gradcheck`.
+    not check that results and gradients are correct. Use `torch.testing.assert_close` for results,
+    and `torch.autograd.gradcheck` for gradients.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -81,11 +81,11 @@ def opcheck(
         >>> torchop.opcheck("aten::sin", (torch.randn(3),), test_utils="test_schema")
         {'test_schema': 'SUCCESS'}
 
-    You may pass tensors that require grad even for arguments that the operator writes to. `opcheck`
-    detaches these tensors or, if the operator works in place, clones them.
+    Arguments that the operator writes to may also require grad. `opcheck` detaches these tensors
+    or, for an in-place operator, clones them.
 
-    `opcheck` runs the checks of `torch.library.opcheck`. In addition, it compares the bits of the
-    inputs before and after a call, like `torchop.testing.checking`, and `test_schema` detects
+    `opcheck` runs the checks of `torch.library.opcheck`. In addition, it compares the inputs bit
+    for bit before and after a call, like `torchop.testing.checking`, and `test_schema` also detects
     results that share memory with an input through NumPy.
     """
     if (rtol is None) is not (atol is None):
@@ -104,7 +104,7 @@ def opcheck(
     sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _TINY if rtol == 0 else rtol, "atol": _TINY if atol == 0 else atol}
     results: dict[str, str | Exception] = {}
-    # Check for undeclared mutations only once, together with this check.
+    # Check for undeclared mutations only once, as a part of this check.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     for check in checks:
         try:
@@ -125,7 +125,7 @@ def opcheck(
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:
-                # This class derives from OpCheckError and from torch.library.opcheck's exception.
+                # Raise a subclass of OpCheckError and of the exception of torch.library.opcheck.
                 failure = optests.opcheck_error(OpCheckError)
                 raise failure(
                     f"opcheck(op, ...): {check} of {operator.name} failed: {error}"
@@ -136,7 +136,7 @@ def opcheck(
 
 
 def _after_wrong_fake(check: str, error: Exception, results: Mapping[str, Any]) -> Exception:
-    """Return the failure of a check. If the fake kernel is wrong, name it as the likely cause."""
+    """Return the failure of a check, blaming the fake kernel if it also failed its check."""
     if not check.startswith("test_aot_dispatch") or not isinstance(
         results.get("test_faketensor"), Exception
     ):
@@ -150,7 +150,7 @@ def _after_wrong_fake(check: str, error: Exception, results: Mapping[str, Any]) 
 
 
 def _what_to_do(error: Exception) -> str:
-    """Return advice to append to the message of one of PyTorch's checks, or an empty string."""
+    """Return advice to append to the error message of one of PyTorch's checks, if any."""
     if "found mismatched tensor metadata" in str(error):
         text = " The kernel returned the first. Make the fake kernel return the same metadata."
         strides = re.search(r"Strides are \(([\d, ]+)\) and", str(error))
@@ -171,9 +171,9 @@ def _what_to_do(error: Exception) -> str:
 
 
 def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
-    """Run the checks on all examples. For each check, return the first failure or "SUCCESS"."""
+    """Run the checks on all examples, and return the first failure of each check, or "SUCCESS"."""
     results: dict[str, str | Exception] = {}
-    op = Operator(op, "opcheck").handle or op  # examples are arguments of the handle
+    op = Operator(op, "opcheck").handle or op  # examples contain the arguments of the handle
     for args, kwargs in make_examples(op):
         for check, result in opcheck(op, args, kwargs, **options).items():
             if not isinstance(results.get(check), Exception):
@@ -184,21 +184,21 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Run one of PyTorch's checks.
 
-    `test_schema` and `test_faketensor` use the arguments in `accepted`, in which tensors that must
-    not require grad are detached. The other checks also use `accepted`, unless the operator works
-    in place. For an in-place operator, the other checks use `sample`.
+    Checks use the arguments in `accepted`, in which tensors that must not require grad are
+    detached. For an in-place operator, all checks except `test_schema` and `test_faketensor` use
+    the original `sample` instead.
     """
     schema, overload = operator.schema, operator.overload
     if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):
-        # PyTorch's check would pass, but it raises on devices that it does not support, so skip it.
+        # Skip the check, because it would pass here, but raises an error for unsupported devices.
         return
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
         """Call the operator, and return floating-point results before other results.
 
-        PyTorch's check adds all results to the first one in place, and PyTorch cannot add a
-        floating-point tensor to an integer tensor in place. PyTorch's check cannot compare objects
-        of opaque types, so this returns no objects.
+        PyTorch's check adds all results to the first one in place, which fails if the first one is
+        an integer tensor and another one is floating-point. The check cannot compare objects of
+        opaque types either, so leave them out.
         """
         result = overload(*args, **kwargs)
         if any(map(_is_object, classes.tree_leaves(result))):
@@ -209,30 +209,31 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
     def on_copies(*args: Any, **kwargs: Any) -> Any:
         """Call the operator with copies of the arguments that it writes to.
 
-        Since PyTorch 2.15, PyTorch's check computes gradients with respect to the arguments after
-        it has called the operator, so the operator must not overwrite them.
+        Since PyTorch 2.15, the check computes gradients with respect to the arguments after it has
+        called the operator, so the operator must not overwrite them.
         """
         copies, keywords = inside_a_graph(schema, args, kwargs)
         return overload(*copies, **keywords)
 
     with warnings.catch_warnings():
-        # The compiler reads .grad of every tensor, and PyTorch warns if a tensor is not a leaf.
+        # The compiler reads .grad of every tensor, which emits a warning for non-leaf tensors.
         warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
         if check.startswith("test_aot_dispatch") and schema.form is not Form.INPLACE:
             run(floating_first, *accepted)
         elif check == "test_faketensor":
-            # Pass our own copies, because PyTorch would copy negative and conjugate views into
+            # Make the copies here, because PyTorch would copy negative and conjugate views into
             # plain tensors with different strides.
-            # PyTorch runs the kernel without autocast (see `autocasting.state_of_kernel`), so run
-            # the fake kernel without autocast too.
+            # PyTorch runs the kernel with autocast disabled (see `autocasting.state_of_kernel`), so
+            # disable it for the fake kernel as well.
             with autocasting.restored(()):
                 run(overload, *copies(accepted), copy_inputs=False)
         elif check == "test_schema":
             try:
                 run(overload, *accepted)
             except TypeError as error:
-                # PyTorch's check cannot inspect some functions that `setup_context` may call, such
-                # as `Tensor.numpy` (`SchemaCheckMode`, torch/_subclasses/schema_check_mode.py).
+                # `SchemaCheckMode` (torch/_subclasses/schema_check_mode.py) fails for functions such
+                # as `Tensor.numpy`, which `setup_context` may call, so repeat the check without
+                # gradients.
                 if not str(error).startswith("Cannot inspect value of type "):
                     raise
                 run(overload, *mapped(accepted, Tensor.detach))
@@ -264,9 +265,9 @@ def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
 
 
 def _stock_can_compare(sample: Sample) -> bool:
-    # PyTorch's schema check fails for float8 tensors, because torch.allclose does not support them,
-    # for sparse tensors, because they have no storage, and for objects of opaque types, because
-    # `add_argument_values` (torch/csrc/utils/schema_info.cpp) tries to convert their attributes.
+    # PyTorch's schema check fails for three kinds of arguments: torch.allclose does not support
+    # float8 tensors, sparse tensors have no storage, and `add_argument_values`
+    # (torch/csrc/utils/schema_info.cpp) tries to convert the attributes of opaque objects.
     return not any(
         tensor.layout is not torch.strided or str(tensor.dtype).startswith("torch.float8")
         for tensor in tensors_of(sample)

@@ -1,4 +1,4 @@
-"""Convert sample calls, as passed to `opcheck` and `check`, to the arguments of a schema."""
+"""Convert the sample calls passed to `opcheck` and `check` to the arguments of a schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 def sample_of(
     operator: Operator, caller: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Sample:
-    """Convert a sample call to the arguments that the schema of the operator defines."""
+    """Convert a sample call to arguments that match the schema of the operator."""
     if not isinstance(args, (tuple, list)):
         raise TypeError(
             f"{caller}(op, args, ...): args must be a tuple of the positional arguments, got "
@@ -40,9 +40,9 @@ def sample_of(
 
 
 def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
-    """Raise TypeError if the value of a tensor argument is a list.
+    """Raise TypeError if a tensor argument is a list.
 
-    If so, the user has probably passed a list of samples instead of one sample.
+    In this case, the user has probably passed a list of samples instead of a single sample.
     """
     for argument in schema.arguments:
         if argument.kind == "Tensor" and isinstance(values.get(argument.name), (tuple, list)):
@@ -50,7 +50,7 @@ def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
 
 
 def with_fake_tensors(sample: Sample) -> tuple[Any, Sample]:
-    """Return a new fake tensor mode, and the sample with its tensors converted to fake tensors."""
+    """Convert the tensors of a sample to fake tensors, and return their mode and the new sample."""
     mode = fake_tensors.new_fake_mode()
     return mode, mapped(sample, mode.from_tensor)
 
@@ -60,8 +60,8 @@ def without_refused_gradients(
 ) -> Sample:
     """Detach the tensors that must not require grad in a call of this operator.
 
-    Only in-place operators may write to tensors that require grad. If an operator has an `out=`
-    argument, none of its arguments may require grad.
+    Only in-place operators may write to tensors that require grad. PyTorch supports no gradients at
+    all for operators with an `out=` argument, so none of their arguments may require grad.
     """
     names = {a.name for a in schema.arguments} if schema.form is Form.OUT else set(schema.mutated)
     return _changed(schema, args, kwargs, names, Tensor.detach)
@@ -70,8 +70,8 @@ def without_refused_gradients(
 def inside_a_graph(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sample:
     """Clone the tensors that require grad and that the operator writes to.
 
-    Otherwise, PyTorch would raise, because an in-place operator must not write to a leaf that
-    requires grad.
+    The clones are not leaves of the autograd graph. PyTorch raises an error if an in-place operator
+    writes to a leaf that requires grad.
     """
     return _changed(schema, args, kwargs, set(schema.mutated), Tensor.clone)
 
@@ -101,7 +101,7 @@ def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the handle takes structures, and the arguments match its signature.
+    """Return whether the handle accepts structures and the arguments match its signature.
 
     A structure is an object that no schema type can represent, such as a dataclass.
     """
@@ -118,7 +118,7 @@ def single(tensor: Tensor) -> Tensor:
 
 
 def double(tensor: Tensor) -> Tensor:
-    """Return a copy in double precision that requires grad. Return integers and bools unchanged."""
+    """Return a copy in double precision that requires grad, or integers and bools unchanged."""
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         return tensor
     dtype = torch.complex128 if tensor.dtype.is_complex else torch.double

@@ -1,4 +1,4 @@
-"""`saved_bytes` measures the memory that autograd saves for the backward."""
+"""`saved_bytes`, which measures the memory that autograd saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
     """Return the number of bytes that a call keeps alive for the backward pass.
 
     The number includes the storages of all tensors that the autograd graph saves, and of tensors
-    that are attributes of the `ctx` of an autograd function. Inputs and results of the call are
-    included if they are saved. Each storage is counted once.
+    stored as attributes of the `ctx` of an autograd function. Inputs and results of the call count
+    too if they are saved. Each storage is counted once.
 
     Args:
         function: an operator, or a function that calls operators.
@@ -41,8 +41,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         saved.append(tensor)
         return tensor
 
-    # autograd calls `pack` with every tensor that a node saves. Record the tensors with this hook,
-    # because a node gives no access to a saved tensor that is the node's own result.
+    # Record saved tensors with a hook, which autograd calls for every tensor that a node saves. The
+    # nodes themselves give no access to a saved tensor that is also the result of the node.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
     for node in _nodes(results):

@@ -1,4 +1,4 @@
-"""`check_sharding` compares calls on DTensors with calls on whole tensors."""
+"""`check_sharding`, which compares calls on DTensors with calls on whole tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torchop.testing._errors import OpCheckError
 from torchop.testing._samples import Sample, sample_of
 from torchop.testing.probes import tensors_of, with_tensors
 
-# Maps element sizes in bytes to tolerances. Results may be rounded differently, because several
-# ranks add numbers in a different order than a single device does.
+# Maps element sizes in bytes to tolerances. Several ranks add numbers in a different order than a
+# single device, so their results may be rounded differently.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
 
 
@@ -65,8 +65,8 @@ def check_sharding(
     """Check that calls on DTensors agree with a call on whole tensors, for many placements.
 
     Each tensor is replicated, sharded along each of its dimensions and, if it is floating-point,
-    passed as a partial sum. `check_sharding` tries all combinations of these placements for all
-    tensors and for all dimensions of the mesh. It compares results, gradients and mutated arguments
+    passed as a partial sum. `check_sharding` tries all combinations of these placements, over all
+    tensors and all dimensions of the mesh, and compares results, gradients and mutated arguments
     with a call on whole tensors.
 
     If the process belongs to a process group, all ranks of the group must call `check_sharding`.
@@ -129,9 +129,8 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
         try:
             problem = call.compared(expected, mesh, placements, function)
         except ShardingError as error:
-            # Combination 0 replicates all tensors, so an error means that the sharding rule does
-            # not match the shapes of the whole tensors. The operator may reject any other
-            # combination.
+            # An operator may reject any combination except the first, which replicates all tensors.
+            # An error there means that the sharding rule does not match the shapes of the tensors.
             if number:
                 refused.append(described)
                 continue
@@ -169,7 +168,7 @@ class _Call:
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
     def _cotangent(self, index: int, result: Tensor) -> Tensor:
-        """Return a random incoming gradient for a result, identical on all ranks."""
+        """Return a random incoming gradient for a result, which is the same on all ranks."""
         if index == len(self.cotangents):
             generator = torch.Generator(result.device).manual_seed(index)
             self.cotangents.append(torch.empty_like(result).normal_(generator=generator))
@@ -178,7 +177,7 @@ class _Call:
     def compared(
         self, expected: _Outcome, mesh: Any, placements: Sequence[Any], function: Any
     ) -> str | None:
-        """Describe how a call on DTensors differs from `expected`. Return None if they agree."""
+        """Describe how a call on DTensors differs from `expected`, or return None if it agrees."""
         from torch.distributed.tensor import Replicate  # slow to import
 
         pairs = zip(self.tensors, placements, strict=True)
@@ -239,7 +238,7 @@ class _Call:
 
 
 def _placements(tensors: Sequence[Tensor], ndim: int, limit: int) -> tuple[list[Any], int]:
-    """Return at most `limit` combinations of placements, and the number of omitted combinations.
+    """Return up to `limit` combinations of placements, and the number of omitted combinations.
 
     The first combination replicates all tensors.
     """
@@ -272,15 +271,15 @@ def _spelled(placements: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[Any]:
-    """Yield a mesh of the ranks in the process group, or of simulated ranks if there is none."""
+    """Yield a mesh of the ranks in the process group, or else of simulated ranks."""
     import torch.distributed as dist  # slow to import
 
     if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
         from torch.distributed.device_mesh import init_device_mesh  # slow to import
 
-        # DTensor's caches may contain an equal mesh from an earlier call, but compilers compare
-        # meshes by identity. If the caches are not cleared, compiling fails even for PyTorch's own
-        # operators, with the message "Node tangents_2 was invalid, but is output".
+        # Compilers compare meshes by identity, but DTensor's caches may hold an equal mesh from an
+        # earlier call. Clear the caches, because otherwise compiling fails, even for PyTorch's own
+        # operators, with "Node tangents_2 was invalid, but is output".
         dtensor.clear_caches()
         yield init_device_mesh(device, tuple(shape))
     elif backend is not None:
@@ -301,12 +300,12 @@ def _caller(overload: OpOverload, backend: str | None) -> Callable[..., Any]:
         return overload(*args, **kwargs)
 
     def compile_and_call(*args: Any, **kwargs: Any) -> Any:
-        # Use a new code object for each placement, because Dynamo stops compiling a code object
-        # after 8 recompilations.
+        # Dynamo stops compiling a code object after 8 recompilations, so use a new code object for
+        # each placement.
         function = types.FunctionType(
             call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__
         )
-        # Each placement has different local shapes, which Dynamo would make dynamic by default.
+        # Local shapes differ between placements, and Dynamo would make them dynamic by default.
         compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return compiled(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Detect mutations that the schema of an operator does not declare.
 
-A `Snapshot` copies the inputs of a call before the kernel runs. Afterwards, it compares the inputs
-bit for bit with the copies.
+A `Snapshot` copies the inputs of a call before the kernel runs, and compares the inputs with the
+copies bit for bit afterwards.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from torchop._compat import autograd, devices, dispatch, functorch, operators, t
 from torchop._core.contract import storage_of, version_of
 from torchop.extend import OpName, Schema, named_inputs
 
-# A snapshot also covers this many bytes before and after a tensor's memory, because a kernel that
-# ignores the strides of a view may write there. Copying the whole storage of a view could take too
-# much memory.
+# A kernel that ignores the strides of a view may write outside of it, so a snapshot also covers
+# this many bytes on either side. Copying the whole storage could take too much memory.
 MARGIN = 2**24
 
 
 class Words(NamedTuple):
     """The parts of error messages that differ between kernels and autograd formulas.
 
-    `mutated` is a format string with two fields: `argument` is the name of the mutated argument,
-    and `where` describes the argument in more detail. `function` is the function that made the
-    mutation. The other fields are advice for users: `fix` for a function that changes values,
-    `state_fix` for one that changes metadata, and `around_fix` for one that writes outside the
-    elements of a view.
+    `mutated` is a format string with the fields `argument`, the name of the mutated argument, and
+    `where`, a more detailed description of it. `function` names the function that made the
+    mutation. The remaining parts tell users how to fix a function that changes values (`fix`),
+    changes metadata (`state_fix`), or writes outside the elements of a view (`around_fix`).
     """
 
     mutated: str
@@ -41,7 +39,7 @@ class Words(NamedTuple):
 
 
 KERNEL = Words(
-    # The message starts with the same words as the error message of `torch.library.opcheck`.
+    # `torch.library.opcheck` raises an error with the same wording.
     "Argument {argument} is not defined as mutable but was mutated, {where}",
     "the kernel",
     "Name it in mutates_args, or write into a copy.",
@@ -49,8 +47,8 @@ KERNEL = Words(
     " To write there on purpose, take the whole base tensor as an argument and name it in "
     "mutates_args.",
 )
-# For helper operators. Their schemas come from torchop and not from users, so the messages must not
-# recommend `mutates_args`.
+# For helper operators. torchop generates their schemas, so telling users to change `mutates_args`
+# would not help.
 HELPER = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
 BACKWARD = Words(
     "the incoming gradient of {where} was mutated",
@@ -69,9 +67,9 @@ SETUP_CONTEXT = Words(
 class Snapshot:
     """Copies of the inputs of one call, for detecting mutations that the schema does not declare.
 
-    Inputs that cannot be compared are skipped: fake and meta tensors, tensors inside a `torch.func`
-    transform, MKL-DNN and nested tensors, tensors that are too large to copy, and all inputs while
-    a device graph is being captured.
+    Inputs that cannot be copied and compared are skipped. These are fake and meta tensors, tensors
+    inside a `torch.func` transform, MKL-DNN and nested tensors, tensors that are too large to copy,
+    and all inputs while a device graph is being captured.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class Snapshot:
         """Return a snapshot of the arguments of `backward` or `setup_context`.
 
         `tensors` yields pairs of a description and a tensor. Compilers and `torch.func` transforms
-        pass tensors that have no data. For these tensors, only the version counters are compared.
+        pass tensors without data, for which only the version counters can be compared.
         """
         snapshot = cls.__new__(cls)
         named = [(where, where, tensor) for where, tensor in tensors]
@@ -115,7 +113,7 @@ class Snapshot:
                 if _has_data(tensor)
             ]
             if devices.are_captured([item.tensor for item in inputs]):
-                inputs = []  # otherwise, the copies would become part of the graph
+                inputs = []  # copying them would add the copies to the graph
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}
@@ -138,18 +136,15 @@ class Snapshot:
             self._check_version(name, item)
 
     def check_layouts(self, name: object) -> None:
-        """Raise UndeclaredMutationError if the call changed more than the values of an argument.
-
-        Only arguments that the schema declares as mutable are checked.
-        """
+        """Raise UndeclaredMutationError if the call changed the layout of a mutable argument."""
         with dispatch.plain_tensors(), autograd.below_autograd():
             self._check_layouts(name)
 
     def _check_layouts(self, name: object) -> None:
         """Check that mutable arguments still have the same storage, shape and strides.
 
-        Functionalization runs the kernel on a copy of the argument, and copies only values back. So
-        if a kernel changed the shape, for example, compiled programs would lose that change.
+        Functionalization runs the kernel on a copy of the argument and copies only the values back,
+        so compiled programs would lose any other change, for example a new shape.
         """
         for item in self._inputs:
             if not item.is_mutable or item.tensor.layout is not torch.strided:
@@ -174,8 +169,8 @@ class Snapshot:
             if storage_of(part) == memory.storage._cdata:
                 memory.elements(changed, part).fill_(False)
             elif overlap(part.untyped_storage(), memory.storage):
-                # This storage shares memory with a mutable argument, for example because both wrap
-                # the same NumPy array. So the change may be a declared mutation.
+                # A mutable argument uses the same memory through another storage, for example if
+                # both wrap the same NumPy array, so the change may be a declared mutation.
                 return
         if not changed.any():
             return
@@ -194,8 +189,8 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # If the kernel replaced the storage of a mutable input, no input uses the old storage, so
-        # `holders` is empty and nothing is raised.
+        # `holders` is empty if the kernel replaced the storage of a mutable input, because no input
+        # uses the old storage any more. In this case, there is nothing to report.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
@@ -234,10 +229,10 @@ class Snapshot:
 
 
 def overlap(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
-    """Return whether two storages share memory, for example because both wrap a NumPy array."""
+    """Return whether two storages overlap in memory, e.g. because both wrap one NumPy array."""
     if left.device != right.device or left.device.type == "meta":
         return False
-    # Empty storages cannot overlap, and on some devices storages do not have an address.
+    # Empty storages cannot overlap, and storages on some devices have no address.
     if not left.nbytes() or not right.nbytes() or not left.data_ptr() or not right.data_ptr():
         return False
     return (
@@ -257,8 +252,8 @@ class _Input(NamedTuple):
 class _Memory(NamedTuple):
     """A copy of part of a storage.
 
-    `before` contains the copied bytes, which begin at offset `start` of the storage. `size` is the
-    size of the whole storage in bytes.
+    `before` contains the copied bytes, which start at offset `start` in the storage. `size` is the
+    total size of the storage in bytes.
     """
 
     storage: torch.UntypedStorage
@@ -276,15 +271,15 @@ class _Memory(NamedTuple):
         return now != self.before
 
     def elements(self, changed: Tensor, tensor: Tensor) -> Tensor:
-        """Return a view of the mask `changed` that selects the bytes of a tensor's elements.
+        """Return the part of the mask `changed` that covers the elements of a tensor, as a view.
 
-        The view has the shape of the tensor, plus a last dimension for the bytes of an element.
+        The view has the shape of the tensor, plus a last dimension for the bytes of each element.
         """
         if not tensor.numel():
             return changed[:0]
         size, steps = tensor.element_size(), tensor.stride()
-        # Reduce expanded dimensions to size 1, because PyTorch rejects writes to a view whose
-        # elements share memory.
+        # PyTorch rejects writes to a view whose elements share memory, so reduce expanded
+        # dimensions to size 1.
         shape = [1 if step == 0 else n for n, step in zip(tensor.shape, steps, strict=True)]
         return changed.as_strided(
             (*shape, size),
@@ -293,9 +288,9 @@ class _Memory(NamedTuple):
         )
 
 
-# The fields of `_state` that a declared mutation must not change. An error message names only the
-# first field that changed, so each field comes before the fields that change as a consequence. For
-# example, a new storage often has a different size, too.
+# The fields of `_state` that a declared mutation must not change. The error message names only the
+# first changed field, so causes precede their consequences. For example, "storage" precedes
+# "storage size", because a new storage often has a different size.
 _LAYOUT = (
     *("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset"),
     *("conjugate bit", "negative bit"),
@@ -303,9 +298,9 @@ _LAYOUT = (
 
 
 def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: str) -> str:
-    """Describe how a field of `_state` changed, for error messages.
+    """Describe the change of a field of `_state` for an error message.
 
-    `of` is a format string that says whose field it is, such as "its {}".
+    `of` is a format string that names the owner of the field, such as "its {}".
     """
     if field == "storage":
         return f"swapped {of.format('storage')}, as set_ and assignments to .data do"
@@ -328,13 +323,13 @@ def _has_data(tensor: Tensor) -> bool:
     try:
         _state(tensor)
         storages = [part.untyped_storage() for part in _parts(tensor)]
-        # The storage of a wrapper subclass has a size, but no memory.
+        # A wrapper subclass has a storage of nonzero size without memory.
         return all(storage.data_ptr() or not storage.nbytes() for storage in storages)
-    except Exception:  # a Tensor subclass may raise anything, but the user's call must not fail
+    except Exception:  # a Tensor subclass may raise anything, which must not break the user's call
         return False
 
 
-# Maps each sparse layout to the functions that return the strided tensors inside a sparse tensor.
+# Maps each sparse layout to functions that return the strided tensors inside a sparse tensor.
 _PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
     torch.sparse_coo: (Tensor._indices, Tensor._values),
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
@@ -356,8 +351,8 @@ def _state(tensor: Tensor) -> dict[str, Any]:
         "storage": [storage._cdata for storage in storages],
         "storage size": " and ".join(str(storage.nbytes()) for storage in storages),
     }
-    # The storages of a sparse tensor come last, because any write to the tensor may replace its
-    # storages, and the other fields describe the change more precisely.
+    # For a sparse tensor, compare the storages last. Any write to the tensor may replace them, so
+    # the other fields describe the change more precisely.
     state: dict[str, Any] = {
         **(memory if tensor.layout is torch.strided else {}),
         "dtype": tensor.dtype,
@@ -380,9 +375,9 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
-    """Copy the memory of tensors that share one storage, and `MARGIN` bytes on either side.
+    """Copy the memory of tensors that share one storage, with `MARGIN` bytes on either side.
 
-    Yield nothing if there is not enough memory for the copy.
+    Yield nothing if there is not enough memory for the copy, so that the tensors are skipped.
     """
     storage = parts[0].untyped_storage()
     spans = [_span(part) for part in parts]

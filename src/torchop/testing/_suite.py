@@ -1,4 +1,4 @@
-"""The plugins behind `pytest --torchop-check`, and behind `record -m pytest` with pytest-xdist."""
+"""The plugins for `pytest --torchop-check` and for `record -m pytest` with pytest-xdist."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torchop.testing._suite_calls import SuiteCalls
 
 
 class Suite:
-    """Record the calls of all tests. Then check the operators, and report the results as tests.
+    """Record the calls of all tests, then check the operators and report the results as tests.
 
-    With pytest-xdist, each worker process saves its calls in a folder. The last worker to finish
-    checks the operators, because only workers import the tests, and sends the results to the
-    controller.
+    With pytest-xdist, each worker process saves its calls in a folder. The controller does not
+    import the tests, so the last worker to finish checks the operators and sends the results to
+    the controller.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -69,7 +69,7 @@ class Suite:
         saved = list(call_file.parent.glob("*.calls"))
         if len(saved) < given["workercount"]:
             return
-        try:  # two workers may find the calls of all workers at the same time
+        try:  # two workers may finish at the same time, so only one may claim the checks
             call_file.with_name("claimed").touch(exist_ok=False)
         except FileExistsError:
             return
@@ -87,7 +87,7 @@ class Suite:
     # ----------------------------------------------------------------------------------------------
     # The controller, or the only process
 
-    # With `trylast`, the terminal reports the end of the progress after these results.
+    # `trylast` makes the terminal finish its progress output only after these results.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         result = yield
@@ -100,14 +100,14 @@ class Suite:
             before = session.testscollected
             pairs = itertools.pairwise(itertools.chain(results, [None]))
             for number, (tested, following) in enumerate(pairs, before + 1):
-                # pytest prints the share of the collected tests that it has reported. Count the
-                # result that follows too, because pytest treats a share of 100 % as the end.
+                # pytest prints the percentage of collected tests that have finished, and treats
+                # 100 % as the end. So also count the following result, if there is one.
                 session.testscollected = number + (following is not None)
                 self._log(cast(dict[str, Any], tested))
         return result
 
     def _tested(self) -> Iterator[dict[str, Any]]:
-        """Yield the result of each family of checks of each operator."""
+        """Yield one result for each operator and family of checks, as plain values."""
         path, baseline = self._config.getoption("--torchop-baseline"), self._baseline
         calls, reports = self._calls.calls, []
         for report in check_calls(calls, only=self._only, budget=self._budget, baseline=baseline):
@@ -129,7 +129,7 @@ class Suite:
             self._notes.append(f"wrote the failures to {path}; commit it to accept them")
 
     def _log(self, tested: dict[str, Any]) -> None:
-        """Report a result like a test, with a report for each phase."""
+        """Report a result to pytest like a test, with one report per phase."""
         namespace, _, name = tested["name"].partition("::")
         nodeid = f"torchop-check::{namespace}::{name}"
         location = ("torchop-check", None, f"{namespace}.{name}")
@@ -167,9 +167,10 @@ def _failure(name: str, problem: str) -> dict[str, Any]:
 
 
 class Recording:
-    """Record all calls in a worker of pytest-xdist, for `python -m torchop record -m pytest -n`.
+    """Record all calls in a pytest-xdist worker, for `python -m torchop record -m pytest -n`.
 
-    The command sets TORCHOP_RECORD_FOLDER and TORCHOP_RECORD_PATTERNS, and reads the files.
+    The command sets TORCHOP_RECORD_FOLDER and TORCHOP_RECORD_PATTERNS, and reads the files that the
+    workers save.
     """
 
     def __init__(self, config: Any) -> None:
@@ -185,7 +186,7 @@ class Recording:
             return (yield)
         finally:
             with warnings.catch_warnings():
-                # The command itself reports patterns that match nothing.
+                # The command reports patterns that match nothing, so do not warn in every worker.
                 warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
                 self._recorded.__exit__(None, None, None)
 

@@ -1,4 +1,4 @@
-"""Record the calls of a test suite with the values of the arguments, and choose examples."""
+"""Record the calls of a test suite with their argument values, and choose examples from them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, m
 from torchop.extend import OpName
 from torchop.testing import probes
 
-# Tensors of up to this many bytes are stored with their values.
+# Tensors of up to this many bytes are stored with their values. For larger tensors, only the
+# metadata and the range of values are stored.
 _MOST_BYTES = 2**20
-# The number of distinct calls that are stored for each operator, and that are used as examples.
+# The maximum number of distinct calls to store for each operator, and to use as examples.
 _MOST_CALLS, _MOST_EXAMPLES = 64, 6
-# The largest number of elements in an example. Larger examples make all checks slow.
+# Prefer calls with at most this many elements as examples, because larger examples slow down all
+# checks.
 _MANY_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)  # not a NamedTuple, because `mapped` would treat it as a list
 class SeededTensor:
-    """The metadata of a large tensor. `make` returns random values in the range of the tensor."""
+    """The metadata and value range of a large tensor, which `make` fills with random values."""
 
     record: TensorRecord
     low: float
@@ -45,7 +47,7 @@ class SeededTensor:
 
 
 class StoredCall(NamedTuple):
-    """A call with its arguments. Large tensors are replaced with `SeededTensor`."""
+    """A call with its arguments, in which `SeededTensor` replaces large tensors."""
 
     record: CallRecord
     args: tuple[Any, ...]
@@ -58,7 +60,7 @@ class StoredCall(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The dtypes and numbers of dimensions of the tensors, and the other arguments, as text."""
+        """A string with the dtype and the number of dimensions of each tensor, and other values."""
 
         def described(part: Any) -> Any:
             is_tensor = isinstance(part, TensorRecord)
@@ -76,9 +78,9 @@ def _made(value: Any) -> Any:
 
 
 class SuiteCalls:
-    """Record the calls to operators that match patterns, between `start` and `stop`.
+    """Record the calls of operators whose names match patterns, between `start` and `stop`.
 
-    A call is stored only if it succeeds, because tests also make calls that must raise.
+    Only successful calls are stored, because tests also make calls that are supposed to fail.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -104,7 +106,8 @@ class SuiteCalls:
 
     def update(self, path: Path) -> None:
         """Add the calls that another process saved."""
-        # The file contains classes of this module, and comes from a process of the same test run.
+        # The file contains classes of this module, which weights_only=True would reject. It is safe
+        # to load, because another process of the same test run has written it.
         for op, calls in torch.load(path, weights_only=False).items():
             for key, call in calls.items():
                 self._add(op, key, call)
@@ -166,7 +169,7 @@ def _stored(value: Any, record: Any) -> Any:
 
 
 def examples_of(calls: Iterable[StoredCall]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Choose a few different calls as examples. Small calls with several dimensions come first."""
+    """Choose a few different calls as examples, preferring small ones with several dimensions."""
     ordered = sorted(calls, key=_rank)
     chosen: list[StoredCall] = []
     kinds: set[str] = set()
@@ -189,8 +192,8 @@ def _with_union_of_gradients(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Make an argument require grad in all examples if it requires grad in any call.
 
-    Otherwise, an example from a test of one gradient would exclude the other gradients from all
-    checks.
+    Otherwise, an example from a test of a single gradient would exclude all other gradients from
+    the checks.
     """
 
     def places(call: Any) -> Iterator[tuple[str, Any]]:
@@ -213,18 +216,19 @@ def _with_union_of_gradients(
 
 
 def has_rows(example: Any) -> bool:
-    """Return whether a tensor has two dimensions of more than one element.
+    """Return whether any tensor has at least two dimensions with more than one element.
 
-    Other tensors have the same layout after transposing, so many checks of layouts find nothing.
+    Transposing other tensors does not change their layout, so many layout checks would find
+    nothing.
     """
     return any(sum(size > 1 for size in t.shape) > 1 for t in probes.tensors_of(example))
 
 
 def grown(example: Any, *, rows: int) -> Any:
-    """Return an example with larger tensors and new values in the range of the old ones.
+    """Return an example with larger tensors, filled with new values in the range of the old ones.
 
-    Dimensions of size 1 get size 3. If `rows` is not 0, each tensor with a dimension gets another
-    dimension of this size in front.
+    Dimensions of size 1 are enlarged to size 3. If `rows` is not 0, a leading dimension of this
+    size is added to each tensor that has at least one dimension.
     """
     generator = torch.Generator().manual_seed(0)
 

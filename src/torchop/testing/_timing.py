@@ -1,4 +1,4 @@
-"""Time several calls in alternation, so that a temporary slowdown affects all of them equally."""
+"""Time several calls in alternating rounds, so that a slowdown affects all of them equally."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LEAD_IN = 3  # untimed warm-up calls before each round
 
 
 class Way(NamedTuple):
-    """A call to time, such as a call that runs one of an operator's alternative kernels.
+    """A call to time, for example with one of an operator's alternative kernels.
 
-    `make` creates the arguments for one round, and returns a function without parameters that makes
-    the call. `mode` returns the context manager for one round, such as `torch.no_grad()`.
+    For each round, `make` prepares the arguments and returns a function without parameters that
+    makes the call. `mode` returns a context manager for the round, such as `torch.no_grad()`.
     """
 
     make: Callable[[], Callable[[], Any]]
@@ -50,9 +50,8 @@ def way(
 ) -> Way:
     """Return a `Way` that calls `function` inside `mode`.
 
-    If the operator mutates arguments, each round gets fresh copies of the arguments. Otherwise,
-    values that every call updates could overflow to infinity, and arithmetic with infinity can be
-    slower.
+    If the operator mutates its arguments, each round uses fresh copies. Otherwise, values that are
+    updated by every call could overflow to infinity, which can slow down arithmetic.
     """
 
     def make() -> Callable[[], Any]:
@@ -67,15 +66,15 @@ def timed(
 ) -> dict[str, Timing | Exception]:
     """Time several calls in alternation, and return the timing of each call.
 
-    If a call raises, the result contains the exception instead of a timing. Each entry of `ways`
-    takes at most `seconds`, unless a single call takes longer.
+    If a call raises, the result contains the exception instead of a timing. Timing one entry of
+    `ways` takes at most `seconds`, unless a single call takes longer.
 
-    By default, the clock stops when the call returns, so on an accelerator only the launch of the
-    kernels is timed. If `on_device` is true, the execution of the kernels on the accelerator of
-    `arguments` is timed, with cold caches.
+    By default, the clock stops when the call returns. On an accelerator, this measures only how
+    long it takes to launch the kernels. With `on_device=True`, measure the execution of the kernels
+    on the accelerator of `arguments`, with cold caches.
     """
     with contextlib.suppress(native.NativeUnavailableError):
-        native.wait()  # calls are slower until the extension is built and loaded
+        native.wait()  # calls are slower until the C++ extension has been built and loaded
     wait = _wait_for(arguments)
     device = _accelerator_of(arguments) if on_device else None
     a_round = _round if device is None else _device_rounds(device)
@@ -84,7 +83,7 @@ def timed(
     errors: dict[str, Exception] = {}
     for _ in range(_ROUNDS):
         for name in ways:
-            try:  # a generator yields nothing more after it raised, or after the time limit
+            try:  # after an exception or the time limit, the generator yields nothing more
                 times[name].extend(itertools.islice(rounds[name], 1))
             except Exception as error:
                 errors[name] = error
@@ -94,7 +93,7 @@ def timed(
 def _timing(times: list[float]) -> Timing:
     times = sorted(each * 1e6 for each in times)
     best, median = times[0], statistics.median(times)
-    # Order statistics give a confidence interval without assuming a distribution.
+    # Use order statistics, which give a confidence interval without assuming a distribution.
     first = max(0, math.floor(len(times) / 2 - 0.98 * math.sqrt(len(times))))
     interval = times[first], times[-1 - first]
     return Timing(best, median - best if len(times) > 1 else math.inf, median, interval)
@@ -104,10 +103,10 @@ _Round = Callable[[Way, Callable[[], None], int], float]
 
 
 def _rounds(a_round: _Round, way: Way, wait: Callable[[], None], seconds: float) -> Iterator[float]:
-    """Run rounds until the time limit. Yield the seconds per call after each round."""
+    """Run rounds until the time limit, and yield the seconds per call after each round."""
     first = math.inf
-    # Estimate how long a call takes. The very first call may be slow, because it may start threads
-    # or compile kernels, so take the fastest of three.
+    # Estimate the duration of a call. The very first call may start threads or compile kernels, so
+    # use the fastest of three calls.
     for _ in range(3):
         first = max(1e-7, min(first, a_round(way, wait, 1)))
         if first > seconds:
@@ -130,10 +129,10 @@ def _round(way: Way, wait: Callable[[], None], calls: int) -> float:
 
 
 def _device_rounds(device: torch.device) -> _Round:
-    """Return a function that runs one round, and times each call with events of the accelerator."""
-    # The tensor is larger than any cache, so filling it evicts the arguments from the caches. The
-    # device also takes longer to fill the tensor than Python takes to launch the call, so the
-    # device never waits for Python between the two events.
+    """Return a function that runs one round and times each call with accelerator events."""
+    # The tensor is larger than any cache, so filling it evicts the arguments from the caches. It
+    # also keeps the device busy for longer than Python needs to launch the call, so the device
+    # never waits for Python between the two events.
     memory = torch.empty(2**28, dtype=torch.int8, device=device)
 
     def a_round(way: Way, wait: Callable[[], None], calls: int) -> float:
@@ -161,9 +160,9 @@ def _accelerator_of(arguments: Any) -> torch.device | None:
 
 
 def _wait_for(arguments: Any) -> Callable[[], None]:
-    """Return a function that waits for the accelerator of the arguments.
+    """Return a function that synchronizes with the accelerator of the arguments.
 
-    If no argument is on an accelerator, the function does nothing, because synchronizing an unused
+    If no argument is on an accelerator, the function is a no-op, because synchronizing an unused
     accelerator would initialize it.
     """
     device = _accelerator_of(arguments)

@@ -1,7 +1,7 @@
 """Measure which kernel of an operator is fastest for each kind of call on this machine.
 
-A *provider* is an alternative kernel of an operator. A *config* is one choice of the provider's
-parameters, such as a block size.
+A *provider* is an alternative kernel of an operator. A *config* is one setting of the provider's
+tunable parameters, such as a block size.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ def tune(
 ) -> Tuned:
     """Measure which kernel of an operator is fastest on this machine.
 
-    `tune` measures the reference, i.e. the operator's own kernel, and the kernel of each provider
-    with each of its configs. It skips kernels whose results differ from the reference by more than
-    the provider's tolerance, and times all others in alternation. On an accelerator, it measures
-    the time between two events, with cold caches.
+    `tune` measures the reference (the operator's own kernel) and the kernel of each provider, with
+    each of its configs. It skips kernels whose results differ from the reference by more than the
+    provider's tolerance, and times the remaining kernels in alternation. On an accelerator, it
+    measures the time between two events, with cold caches.
 
-    Afterwards, operators with `"tuned"` in their priority run the fastest kernel, in this process
-    and in later ones.
+    Afterwards, operators with `"tuned"` in their priority run the fastest kernel, both in this
+    process and in later ones.
 
-    In a process group, all ranks must call `tune` with the same operator. The first rank measures
-    the kernels, and broadcasts the result.
+    In a process group, all ranks must call `tune` with the same operator, because the first rank
+    measures the kernels and broadcasts the result.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -138,13 +138,13 @@ def tune(
 class tuning(priority):  # noqa: N801  (called like a function)
     """Measure the kernels of operators for the calls inside a `with` block.
 
-    A call is measured if `"tuned"` is in the operator's priority, and if no measurement exists for
-    its sizes. The measurements take effect after the block. Only calls made by this thread or
-    asyncio task are measured. Calls during graph capture, tracing or a backward pass are not
-    measured, and neither are calls of operators with an effect.
+    A call is measured if `"tuned"` is in the operator's priority and its sizes have not been
+    measured before. The measurements take effect after the block. Only calls from the current
+    thread or asyncio task are measured. Calls during graph capture, tracing or a backward pass are
+    skipped, as are calls of operators with an effect.
 
-    In a process group, all ranks must enter and exit the block. The first rank measures the
-    kernels, and broadcasts the result at the end of the block.
+    In a process group, all ranks must enter and exit the block, because the first rank measures
+    the kernels and broadcasts the result at the end of the block.
 
     Args:
         budget: the time limit in seconds.
@@ -193,16 +193,16 @@ class _Tuner:
         self._found: dict[tuple[Any, ...], Measurement] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._problems: list[str] = []
-        self._lock = threading.RLock()  # concurrent measurements would slow each other down
+        self._lock = threading.RLock()  # measurements in parallel would slow each other down
 
     def measure(self, choice: Choice, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Measure a call that the program makes inside `tuning`, if the call may be repeated."""
+        """Measure a call that the program makes inside `tuning`, if it is safe to repeat it."""
         call = args, dict(kwargs)
         if _is_measurable(call) and why_not(Operator(choice.op, "tuning"), choice) is None:
             with self._lock:
-                # The program's own call may have requested residuals, i.e. kernel outputs that only
-                # the backward uses. Make a separate request here, so that the measured kernels do
-                # not store their residuals in the request of the program.
+                # The program's call may have requested residuals (kernel outputs that only the
+                # backward pass uses). Make a separate request, so that the measured kernels do not
+                # overwrite the residuals of the program.
                 requested(self, lambda: self.find(choice, *call, 1, known=True))
 
     def find(
@@ -213,10 +213,10 @@ class _Tuner:
         calls: int,
         known: bool = False,
     ) -> None:
-        """Measure the kernels for a call, within the remaining budget.
+        """Measure the kernels for a call within the remaining budget.
 
-        `calls` is the number of calls that share the budget. If `known` is true, do nothing for a
-        call that has already been measured.
+        `calls` is the number of calls that still have to share the budget. With `known=True`, skip
+        calls for which a measurement already exists.
         """
         operator = Operator(choice.op, "tune")
         names = [argument.name for argument in operator.schema.arguments]
@@ -245,7 +245,7 @@ class _Tuner:
             self._found[measurement.key] = measurement._replace(kernels=measured)
 
     def finish(self, op: str) -> Tuned:
-        """Broadcast the measurements to all ranks, write them to the table, and apply them."""
+        """Broadcast the measurements to all ranks, save them to the table, and apply them."""
         found = tuple(self._found.values()), tuple(self._problems)
         if _rank() is not None and torch.distributed.get_world_size() > 1:
             box = [found]
@@ -270,9 +270,9 @@ def measure_kernels(
     seconds: float = 60.0,
     others: Mapping[str, Callable[..., Any]] | None = None,
 ) -> tuple[tuple[Measured, ...], list[str]]:
-    """Time the kernels that agree with the reference, and also the functions in `others`.
+    """Time the kernels that agree with the reference, along with the functions in `others`.
 
-    Return the measured kernels, fastest first, and the reasons why other kernels were left out.
+    Return the measured kernels, fastest first, and the reasons why kernels were left out.
     """
     operator = Operator(choice.op, "tune")
     reference = choice.reference
@@ -310,7 +310,7 @@ def measure_kernels(
             label: way(function, operator.schema, call, torch.no_grad)
             for label, (_, function) in candidates.items()
         }
-        # Reserve a third of the time for estimating how long a call takes.
+        # Set aside a third of the time, because estimating the duration of a call takes time too.
         timings = timed(ways, call, min(_SECONDS, seconds / 1.5 / len(ways)), on_device=True)
     found = []
     for label, (measured, _) in candidates.items():
@@ -343,7 +343,7 @@ def _call(operator: Operator, given: Any) -> Sample:
 
 
 def why_not(operator: Operator, choice: Choice | None) -> str | None:
-    """Return why the kernels of an operator cannot be measured, or None if they can be."""
+    """Return why the kernels of an operator cannot be measured, or None if they can."""
     if choice is None or not choice.providers:
         return (
             "it has no providers, so there is nothing to choose from. Register some: "
@@ -357,7 +357,7 @@ def why_not(operator: Operator, choice: Choice | None) -> str | None:
 
 
 def _is_measurable(call: Sample) -> bool:
-    """Return whether it is possible and meaningful to time a call here."""
+    """Return whether timing a call is possible and meaningful in the current context."""
     tensors = probes.tensors_of(call)
     return not (
         devices.are_captured(tensors)
@@ -386,5 +386,5 @@ def _save(table: Path | None, found: Sequence[Measurement]) -> None:
             except measurements.NewerTableError:
                 raise
             except measurements.TableError:
-                pass  # earlier calls have warned that the file is invalid, so replace it
+                pass  # replace the invalid file, about which earlier calls have warned
         measurements.write(path, measurements.merged(before, found))

@@ -17,9 +17,9 @@ from torchop.testing.process_state import quiet
 
 
 def noted(check: Check, file: Path, /, **values: Any) -> Check:
-    """Return a copy of a check that writes each call to a file before it makes the call.
+    """Return a copy of a check that writes each call to a file before making it.
 
-    If the call crashes the process, `crashed` reads the file. `values` are written as well.
+    If the call crashes the process, `crashed` reads the file, which also contains `values`.
     """
 
     def write(label: str, program: str) -> None:
@@ -29,7 +29,7 @@ def noted(check: Check, file: Path, /, **values: Any) -> Check:
     def cases(subject: Any, details: Any) -> Iterator[Any]:
         for case in check.kind.cases(subject, details):
             program = ""
-            with contextlib.suppress(Exception):  # if this fails, still run the check
+            with contextlib.suppress(Exception):  # best effort; run the check in any case
                 program = program_of(check, case)
             write(case.label, program)
             yield case
@@ -39,7 +39,7 @@ def noted(check: Check, file: Path, /, **values: Any) -> Check:
 
 
 def crashed(name: str, file: Path, problem: str) -> Result:
-    """Return the failure of a check whose process ended. `problem` describes how it ended."""
+    """Return the failure of a check whose process crashed, with `problem` as the reason."""
     values = json.loads(file.read_text(encoding="utf-8"))
     message = f"{values['label']}: the call {problem}."
     traceback_file = crash_file(file)
@@ -64,7 +64,7 @@ class CheckWorker:
         self._plan = plan
         self._checks: Mapping[str, Check] | None = None
         self._worker = Worker(self._answer)
-        # The processor time of all checks in seconds. Unlike the elapsed time, it does not depend
+        # The CPU time of all checks so far, in seconds. Unlike wall-clock time, it does not depend
         # on the load of the machine.
         self.seconds = 0.0
 
@@ -73,7 +73,7 @@ class CheckWorker:
         return names
 
     def run(self, name: str, limit: float, end: float) -> Result:
-        """Run a check. A crash, or a check that takes over `limit` seconds, is a failure."""
+        """Run a check, and report a crash or a run of over `limit` seconds as a failure."""
         try:
             result, seconds = self._worker.ask((name, end), limit)
         except WorkerError as error:
@@ -96,6 +96,6 @@ class CheckWorker:
         name, end = request
         before = time.thread_time()
         result = run_check(noted(self._checks[name], self._worker.call_file), end=end)
-        # Details may hold values that cannot be pickled.
+        # Convert the details to JSON types, because some of their values cannot be pickled.
         details = json.loads(json.dumps(dict(result.details), default=str))
         return dataclasses.replace(result, details=details), time.thread_time() - before

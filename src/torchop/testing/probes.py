@@ -1,7 +1,7 @@
 """Helpers for probes: change arguments, call operators, and compare outcomes.
 
-A *probe* is a function that raises if it finds a fault in an operator. `check` prints programs that
-call a probe, and these programs import this module.
+A *probe* is a function that raises an exception if it finds a bug in an operator. The programs that
+`check` prints to reproduce a failure call a probe, and also import this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return type(value)([mapped(item, change) for item in value])
     if type(value) is dict:
         return {key: mapped(item, change) for key, item in value.items()}
-    # A call advances the generator that it receives, so each call needs its own copy.
+    # A call advances any generator that is passed to it, so each call needs its own copy.
     return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
@@ -45,12 +45,12 @@ def requiring_grad(value: Any) -> Any:
 
 
 def is_sorted(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one-dimensional and never decreases."""
+    """Return whether a tensor is one-dimensional and sorted in ascending order."""
     return tensor.dim() == 1 and bool((tensor[1:] >= tensor[:-1]).all())
 
 
 def rolled_elements(tensor: torch.Tensor, steps: int) -> torch.Tensor:
-    """Rotate the elements of a tensor by `steps`, unless they are sorted integers like offsets."""
+    """Rotate the elements of a tensor by `steps`, except for sorted integers such as offsets."""
     if not tensor.is_floating_point() and not tensor.is_complex() and is_sorted(tensor):
         return tensor.clone()
     return tensor.flatten().roll(steps).view(tensor.shape)
@@ -65,9 +65,9 @@ def has_integers(tensor: torch.Tensor) -> bool:
 def other_values(value: Any, steps: int = 1) -> Any:
     """Return the arguments with the elements of each tensor rotated.
 
-    If several tensors hold integers, these tensors stay unchanged, because their values may depend
-    on each other, like the starts and the lengths of segments. They are rotated anyway if rotating
-    the floating-point tensors would change nothing.
+    If there are several integer tensors, they are left unchanged, because their values may depend
+    on each other, like the starts and lengths of segments. But if rotating the floating-point
+    tensors has no effect, the integer tensors are rotated anyway.
     """
     plain = [t for t in tensors_of(value) if is_plain(t)]
     integers = [t for t in plain if has_integers(t)]
@@ -86,20 +86,20 @@ def other_values(value: Any, steps: int = 1) -> Any:
 
 
 def signs_like(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape, filled randomly with 1 and -1 from a fixed seed."""
+    """Return a tensor of the same shape with elements 1 or -1, drawn with a fixed seed."""
     generator = torch.Generator().manual_seed(3)
     return (torch.randint(0, 2, values.shape, generator=generator) * 2.0 - 1).to(values.device)
 
 
 def negative_view(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with these values and the negative bit, so its memory holds `-values`."""
+    """Return a tensor with these values whose negative bit is set, so its memory is negated."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 
 def copies(value: Any) -> Any:
     """Copy the arguments into new memory with the same layout.
 
-    If arguments share memory, their copies share memory in the same way.
+    Arguments that share memory are copied such that the copies share memory in the same way.
     """
     memories: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}
@@ -131,7 +131,7 @@ def copies(value: Any) -> Any:
 def leaves(value: Any) -> list[Any]:
     """Return the results of a call as a flat list without None.
 
-    The list contains no objects of opaque types, because they cannot be compared.
+    Objects of opaque types are left out as well, because they cannot be compared.
     """
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in leaves(item)]
@@ -151,7 +151,7 @@ def written_places(op: Any) -> list[tuple[int, str]]:
 
 
 def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that a call writes to. `places` is the result of `written_places(op)`."""
+    """Return the tensors that a call writes to, where `places` comes from `written_places`."""
     collected = []
     for index, name in places:
         value = args[index] if index < len(args) else kwargs.get(name)
@@ -162,7 +162,7 @@ def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
     """Call an operator with a fixed seed, and return its results and the arguments it writes to.
 
-    If `function` is given, call `function` instead of the operator.
+    If `function` is given, it is called instead of the operator.
     """
     seed_torch(0)
     result = (op if function is None else function)(*args, **kwargs)
@@ -186,15 +186,15 @@ def assert_same(
 ) -> None:
     """Raise AssertionError if the outcomes of two calls differ.
 
-    `what` describes `actual` in the error message. `tolerance` maps dtypes to pairs `(rtol, atol)`
-    that replace the arguments `rtol` and `atol`. The default tolerances are the defaults of
+    `what` describes `actual` in the error message. `tolerance` maps dtypes to pairs `(rtol, atol)`,
+    which take precedence over the arguments `rtol` and `atol`. The default tolerances are those of
     `torch.testing.assert_close`.
     """
     if len(actual) != len(expected):
         raise AssertionError(f"{what}: {len(actual)} results, not {len(expected)}.")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         place = f"{what}: result {index} of {len(actual)}"
-        # The gradient of an unused input may be None or zeros, so treat None and zeros as equal.
+        # The gradient of an unused input may be either None or zeros, so treat them as equal.
         if one is None or other is None:
             present = other if one is None else one
             if present is not None and bool(present.any()):
@@ -230,7 +230,7 @@ def assert_same(
 
 
 def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
-    """Return `rtol` and `atol` for results whose intermediate values are rounded to a dtype."""
+    """Return `rtol` and `atol` for results computed from values that were rounded to a dtype."""
     floats = [dense(t.detach()) for t in tensors_of(list(results)) if t.is_floating_point()]
     sizes = [t.double().abs().nan_to_num(posinf=0.0).max() for t in floats if t.numel()]
     largest = max(map(float, sizes), default=0.0)
@@ -242,9 +242,9 @@ def narrower_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """Return float32 or bfloat16 if the elements of a double tensor look as if rounded to it.
 
     The dtype must be able to represent every element. If bfloat16 can represent more than half of
-    the elements, they may be simple numbers, such as small integers and multiples of 0.5, which
-    prove nothing. They are multiples of one step, whereas the last digit of rounded numbers has
-    another value in each range from a power of two to the next.
+    the elements, they may just be simple numbers, such as small integers or multiples of 0.5, which
+    prove nothing. Simple numbers are multiples of a single step, whereas the step between rounded
+    numbers doubles at each power of two.
     """
     tensor = tensor.detach()[tensor.isfinite()]
     if not tensor.numel():
@@ -273,7 +273,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is an ordinary strided tensor.
 
-    Sparse, quantized and nested tensors and instances of subclasses are not plain.
+    Sparse, quantized and nested tensors are not plain, and neither are instances of subclasses.
     """
     is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return is_strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -292,9 +292,9 @@ def contiguous_copies(value: Any) -> Any:
 def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of a tensor's storage that a call must not write to.
 
-    `writable` contains the tensors that the call may write to. If some of these tensors share the
-    storage of `tensor`, return the bytes outside of them. Otherwise, return the bytes outside of
-    `tensor`.
+    `writable` contains the tensors that the call may write to. If any of them share the storage of
+    `tensor`, return the bytes outside of these tensors. Otherwise, return the bytes outside of
+    `tensor` itself.
     """
     if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.untyped_storage():
         return torch.empty(0)
@@ -314,8 +314,8 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
     for other in here or [tensor]:
         if other.numel():
             steps = other.stride()
-            # Reduce expanded dimensions to size 1, because few devices support `fill_` for tensors
-            # whose elements share memory.
+            # Few devices support `fill_` for tensors whose elements share memory, so reduce
+            # expanded dimensions to size 1.
             shape = [1 if step == 0 else n for n, step in zip(other.shape, steps, strict=True)]
             outside.as_strided(shape, steps, other.storage_offset()).fill_(False)
     return rows[outside]
@@ -328,10 +328,10 @@ def argument_names(op: Any, args: Any, kwargs: Any) -> list[str]:
 
 
 def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
-    """Allocate and free memory full of zeros, so that `torch.empty` probably returns zeros.
+    """Allocate and free zeroed memory, so that `torch.empty` probably returns zeros.
 
-    Otherwise, `torch.empty` could return memory that contains NaN from an earlier call. `tensors`
-    must have the sizes that will be passed to `torch.empty`.
+    Otherwise, `torch.empty` could return memory that still contains NaN from an earlier call.
+    `tensors` must have the sizes that will be passed to `torch.empty`.
     """
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()  # an upper bound for sparse tensors
@@ -341,11 +341,11 @@ def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Turn a call into a function of the tensors that require grad.
+    """Return a call as a function of the tensors that require grad, along with these tensors.
 
-    Return the function and these tensors. The function returns the floating-point and complex
-    results, as dense tensors, because gradcheck requires dense tensors. If the operator is mutable,
-    the function clones the arguments, because operators must not write to leaves that require grad.
+    The function returns the floating-point and complex results, converted to dense tensors because
+    gradcheck does not support others. If the operator is mutable, the function clones the
+    arguments, because an operator must not write to leaves that require grad.
     """
     inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
 
@@ -365,12 +365,11 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
 
 
 def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Turn a call into a function of all its tensors.
+    """Return a call as a function of all its tensors, along with these tensors.
 
-    Return the function and the tensors. The function returns the results and the arguments that the
-    operator writes to.
+    The function returns the results and the arguments that the operator writes to.
     """
-    places = written_places(op)  # not inside the function, because compilers trace the function
+    places = written_places(op)  # outside of the function, because compilers trace the function
 
     def function(*tensors: torch.Tensor) -> list[Any]:
         call_args, call_kwargs = with_tensors((args, kwargs), [t.clone() for t in tensors])
@@ -381,8 +380,8 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
 
 
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of all results, with a different weight for each element."""
-    # Add on the device of the results, because adding on the CPU would wait for the device.
+    """Return a weighted sum of all results, in which each element has a different weight."""
+    # Add on the device of the results, because adding on the CPU would synchronize.
     device = results[0].device if results else "cpu"
     total = torch.zeros((), dtype=torch.double, device=device)
     for result in results:
@@ -398,7 +397,7 @@ def gradients(function: Any, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
 
 
 def slope_is_right(function: Any, inputs: Any, step: float = 1e-6, tolerance: float = 1e-3) -> None:
-    """Check the gradient against finite differences in one random direction."""
+    """Check the gradient against finite differences in a single random direction."""
     seed_torch(2)
     directions = [torch.rand_like(tensor) for tensor in inputs]
 

@@ -1,7 +1,7 @@
-"""Run a child process in a process group of its own, and describe how it ended.
+"""Run a child process in a separate process group, and describe how it ended.
 
-A kernel in the child may start processes, such as a compiler. They belong to the group, so killing
-the group ends them too.
+A kernel in the child may start further processes, such as a compiler. They belong to the same
+group, so killing the group also kills them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def enter() -> None:
-    """Move this process into a new group. On Linux, kill it when the parent ends."""
+    """Move this process into a new group, and on Linux make it end together with its parent."""
     os.setpgid(0, 0)
     if sys.platform == "linux":  # otherwise a child that hangs would outlive its parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def kill(leader: int) -> None:
-    """Kill all processes of a group. `leader` is the id of the process that called `enter`."""
+    """Kill all processes in the group of `leader`, the id of the process that called `enter`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

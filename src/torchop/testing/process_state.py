@@ -1,6 +1,6 @@
 """Read and restore process state that a call could change, such as the default dtype.
 
-The programs that `check` prints import this module and `probes`.
+The programs that `check` prints to reproduce failures import this module and `probes`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def _set_default_device(device: torch.device) -> None:
 
 
 def _is_flushing() -> bool:
-    """Return whether this thread flushes denormals to zero. PyTorch has no function for this."""
+    """Return whether this thread flushes denormals to zero, which PyTorch has no getter for."""
     return sys.float_info.min * _HALF == 0.0
 
 
-_HALF = 0.5  # a variable, because Python computes products of constants at compile time
+_HALF = 0.5  # a variable, because Python folds products of constants at compile time
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def _function_of_c(name: str) -> Any:
 
 
 def _rounding_mode() -> int:
-    """Return the floating-point rounding mode of this thread. Python has no function for this."""
+    """Return the floating-point rounding mode of this thread, which Python has no getter for."""
     function = _function_of_c("fegetround")
     return 0 if function is None else function()
 
@@ -62,8 +62,8 @@ def _rounding_mode() -> int:
 def device_module() -> Any:
     """Return PyTorch's module for the accelerator, such as `torch.cuda`.
 
-    Return None if there is no accelerator, or if the process has not used it yet, because reading
-    the state of the accelerator would initialize it.
+    Return None if there is no accelerator, or if the process has not used it yet. In the second
+    case, reading its state would initialize it.
     """
     accelerator = devices.accelerator()
     if accelerator is None or not accelerator.is_in_use():
@@ -85,7 +85,7 @@ def _set_streams(streams: list[torch.Stream]) -> None:
 
 
 def _signal_handlers() -> list[tuple[int, Any]]:
-    # signal.valid_signals() would be slower, because it creates enum members for all signals.
+    # signal.valid_signals() is slower, because it creates an enum member for each signal.
     return [(number, signal.getsignal(number)) for number in range(1, signal.NSIG)]
 
 
@@ -101,8 +101,8 @@ def set_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-# Maps each kind of process state to a getter and a setter. If the setter is None, `fork_rng` or the
-# check itself restores the state.
+# Maps each piece of process state to a getter and a setter. The setter is None for state that
+# `fork_rng` or the check itself restores.
 _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
@@ -128,8 +128,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         functools.partial(locale.setlocale, locale.LC_ALL),
         functools.partial(locale.setlocale, locale.LC_ALL),
     ),
-    # Warning filters are not restored, because a module that is imported during a call may add
-    # filters that must stay. A check that adds filters removes its filters itself.
+    # Warning filters are not restored here, because a module that is imported during a call may add
+    # filters that must stay. Checks that add filters remove them again.
     "warnings.filters": (lambda: [*warnings.filters], None),
     "signal.getsignal()": (_signal_handlers, _set_signal_handlers),
     "os.getcwd()": (os.getcwd, os.chdir),
@@ -144,8 +144,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
 }
 
 
-# Getters and setters for the state of the accelerator, used only if the process uses one. The
-# streams come before the device index, because setting a stream also changes the current device.
+# Getters and setters for accelerator state, which apply only if the process uses an accelerator.
+# Streams come before the device index, because setting a stream also changes the current device.
 _DEVICE_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.accelerator.current_stream()": (
         lambda: _each_device(torch.accelerator.current_stream),
@@ -166,8 +166,8 @@ _ALL_STATES = {**_STATES, **_DEVICE_STATES}
 def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
     """Return the process state that a call could change, as a dict from names to values.
 
-    Reading the states of random number generators is slow. With `random_numbers=False`, these
-    states are left out.
+    With `random_numbers=False`, leave out the states of random number generators, which are slow to
+    read.
     """
     states = _STATES if device_module() is None else _ALL_STATES
     return {
@@ -179,7 +179,7 @@ def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
 
 
 def is_of_generator(name: str) -> bool:
-    """Return whether a key of `process_state` is the name of a random number generator's state."""
+    """Return whether a key of `process_state` refers to a random number generator."""
     return "state()" in name
 
 
@@ -191,7 +191,7 @@ def seed_torch(seed: int) -> None:
     """Seed PyTorch's generators like `torch.manual_seed`, but faster if there is no accelerator.
 
     For each device type that is not initialized yet, `torch.manual_seed` queues the seed together
-    with a formatted stack trace. Formatting the traces would take most of the time of a check.
+    with a formatted stack trace. Formatting these traces would dominate the run time of a check.
     """
     if devices.accelerator() is None:
         torch.default_generator.manual_seed(seed)
@@ -220,8 +220,8 @@ def restored() -> Iterator[None]:
         after = process_state()
         for name, value in before.items():
             if after[name] != value and (put_back := _ALL_STATES[name][1]) is not None:
-                # Ignore errors, because PyTorch rejects some values, for example a default device
-                # that was set inside a `with torch.device(...)` block.
+                # Best effort: PyTorch rejects some values, for example a default device that was
+                # set inside a `with torch.device(...)` block.
                 with contextlib.suppress(Exception):
                     put_back(value)
 
@@ -254,14 +254,14 @@ def forks() -> int:
 
 
 def open_files() -> int:
-    """Return the number of open files, or 0 if the system does not report it."""
+    """Return the number of open files, or 0 if the operating system does not report it."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/dev/fd"))
     return 0
 
 
 def threads() -> int:
-    """Return the number of threads of this process, or of Python threads if /proc is missing."""
+    """Return the number of threads of this process (only Python threads if /proc is missing)."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task"))
     return threading.active_count()
@@ -274,7 +274,7 @@ def device_bytes() -> int:
 
 
 def allocated_bytes() -> int:
-    """Return the number of bytes allocated by `malloc`, or 0 if the C library does not count."""
+    """Return the number of bytes allocated by `malloc`, or 0 if the C library lacks `mallinfo2`."""
 
     class Mallinfo(ctypes.Structure):
         _fields_ = [("numbers", ctypes.c_size_t * 10)]

@@ -1,7 +1,7 @@
 """The pytest plugin: generate a test for each operator and check, run it, and report the result.
 
-The pytest hooks are in the package `pytest_torchop`. That package does not import PyTorch, and
-imports this module only when a test needs it.
+The pytest hooks are in the package `pytest_torchop`, which does not import PyTorch. It imports this
+module only when a test needs it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torchop.testing._worker import CheckWorker, crashed, noted
 
 # The arguments of `pytest.mark.torchop` that are passed to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "seed", "rtol", "atol")
-# If the checks of an operator cannot be listed, for example because it has no examples, the
-# operator gets a single, failing test with this name.
+# The checks of an operator cannot be listed if, for example, it has no examples. Such an operator
+# gets a single failing test with this name.
 _NO_PLAN = "examples"
 
 
 @dataclasses.dataclass(eq=False)
 class _Operator:
-    """An operator to test, with the options from `pytest.mark.torchop`, and its failures so far."""
+    """An operator to test, its options from `pytest.mark.torchop`, and its failures so far."""
 
     name: str
     options: Mapping[str, Any]
@@ -52,8 +52,8 @@ class _Operator:
 class _Planned(NamedTuple):
     """A test that runs one check of one operator.
 
-    If the checks of the operator cannot be listed, `problem` says why. If the check is expected to
-    fail, `expected` says why. Otherwise, both are empty.
+    `problem` is the reason why the checks of the operator cannot be listed, and `expected` is the
+    reason why the check is expected to fail. Both are empty for ordinary tests.
     """
 
     op: _Operator
@@ -111,7 +111,7 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
 
 
 def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned, bool]]:
-    """Yield each test of an operator, and whether its xfail mark is strict."""
+    """Yield each test of an operator, along with whether its xfail mark is strict."""
     options = {key: _of_operator(name, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
     operator = _Operator(str(name), options)
@@ -120,9 +120,8 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
         expected = expected_failures(name, kwargs.get("expected", {}))
         for check in checks:
             named = next(filter(check.is_named, expected), "")
-            # If `expected` contains the name of this check, the check must fail. If `expected`
-            # contains a family or a pattern, some of the matching checks may pass, so the xfail
-            # mark is not strict.
+            # A check that `expected` lists by name must fail. If `expected` contains a family or a
+            # pattern, some of the matching checks may pass, so the xfail mark is not strict.
             is_strict = named in (check.name, check.name.partition(".")[2])
             yield _Planned(operator, check.name, expected=expected.get(named, "")), is_strict
     except Exception as error:
@@ -132,7 +131,8 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
 def _of_operator(name: OpName, value: Any) -> Any:
     """Return the value of an option for one operator.
 
-    `value` applies to all operators, unless it is a mapping from patterns for operator names.
+    `value` applies to all operators, unless it is a mapping from patterns of operator names to
+    values.
     """
     return patterns.value_for(name, value) if isinstance(value, Mapping) else value
 
@@ -143,20 +143,20 @@ def _of_operator(name: OpName, value: Any) -> Any:
 _CHECK = pytest.StashKey["PlannedCheck"]()
 
 
-# Cached, because the checks of an operator share recorded calls. pytest runs the tests of one
-# operator in succession, so it is enough to cache the checks of one operator.
+# Cached, because the checks of an operator share recorded calls. The tests of an operator run
+# consecutively, so caching the checks of a single operator is enough.
 @functools.lru_cache(maxsize=1)
 def _checks(op: _Operator) -> Mapping[str, Check]:
     return {check.name: check for check in plan_checks(op.name, **op.options)}
 
 
-# The time limit of a check in a worker process, if pytest-timeout sets none.
+# The time limit in seconds of a check in a worker process, unless pytest-timeout sets another.
 _LONGEST = 300.0
 _workers: dict[_Operator, CheckWorker] = {}
 
 
 def _worker(op: _Operator) -> CheckWorker:
-    """Return the worker process that checks an operator. Close the process of another operator."""
+    """Return the worker process for an operator, after closing that of the previous operator."""
     if op not in _workers:
         close_workers()
         _workers[op] = CheckWorker(functools.partial(_checks, op))
@@ -177,10 +177,10 @@ def planned_check(request: pytest.FixtureRequest) -> PlannedCheck:
 
 
 class PlannedCheck:
-    """The value of the fixture `torchop_check`. A test calls it to run its check.
+    """The value of the fixture `torchop_check`, which a test calls to run its check.
 
-    If the check passes, the call returns the `Result`. If the check fails, the call fails the test.
-    If the check cannot be done, the call skips the test.
+    The call returns the `Result` if the check passes, fails the test if the check fails, and skips
+    the test if the check cannot be done.
 
     Attributes:
         op: the name of the operator.
@@ -227,7 +227,7 @@ class PlannedCheck:
 
 
 def _in_words(op: str, result: Result, first: str = "") -> str:
-    """Describe a failure. `first` is the name of an earlier failure that probably explains it."""
+    """Describe a failure, which the earlier failure of the check `first` probably explains."""
     link = f"probably for the same reason as {first}; correct that first: " if first else ""
     return f"{op}: {result.check}: {link}{result.message}\n\n{result.program}".rstrip()
 
@@ -240,7 +240,7 @@ def _expected_failure(result: Result, why: str) -> Result:
 def add_result(item: pytest.Item, report: Any) -> None:
     """Add the result of a check to pytest's report of the test.
 
-    If the test did not run its check, change the report from passed to failed.
+    A test that passed without running its check is reported as failed.
     """
     check = item.stash.get(_CHECK, None)
     if check is None:  # the project overrides the fixture `torchop_check`
@@ -266,7 +266,7 @@ def add_result(item: pytest.Item, report: Any) -> None:
 
 
 def _attach(test_report: Any, report: CheckReport, result: Result) -> None:
-    """Add a result to pytest's report as JSON, because pytest-xdist can send only simple types."""
+    """Attach a result to pytest's report, as JSON because pytest-xdist only sends simple types."""
     found = dataclasses.replace(report, results=(result,))
     test_report.torchop = json.dumps(found.to_dict(), default=str)
 
@@ -277,18 +277,18 @@ def _attach(test_report: Any, report: CheckReport, result: Result) -> None:
 
 @functools.cache
 def _traceback_file(path: str) -> int:
-    """Make faulthandler write tracebacks to a file, and return the file descriptor."""
+    """Redirect faulthandler's tracebacks to a file, and return the file descriptor."""
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     faulthandler.enable(descriptor, all_threads=False)
     return descriptor
 
 
 def report_crash(report: Any, worker: Any) -> None:
-    """Complete pytest's report of a test whose worker crashed or timed out."""
+    """Add the result of the check to the report of a test whose worker crashed or timed out."""
     file = Path(worker.workerinput["torchop_call"])
     values = json.loads(file.read_text(encoding="utf-8"))
     limit = worker.config.getoption("timeout", None)
-    # pytest-timeout starts its clock a little before `started`, so compare with 95 % of its limit.
+    # pytest-timeout starts its timer slightly before `started`, so compare with 95 % of the limit.
     hangs = limit is not None and time.time() - values["started"] > 0.95 * limit
     problem = f"took over {limit:g} seconds" if hangs else "ended the process"
     result = crashed(values["check"], file, problem)
@@ -304,7 +304,7 @@ def report_crash(report: Any, worker: Any) -> None:
 
 
 def write_report(test_reports: Sequence[Any], path: Path) -> None:
-    """Write the results of all tests to a JSON file that lists one report for each operator."""
+    """Write the results of all tests to a JSON file, as a list with one report per operator."""
     by_operator: dict[str, list[CheckReport]] = {}
     for test in test_reports:
         report = CheckReport.from_dict(json.loads(test.torchop))
