@@ -231,9 +231,9 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
             try:
                 run(overload, *accepted)
             except TypeError as error:
-                # `SchemaCheckMode` (torch/_subclasses/schema_check_mode.py) fails for functions such
-                # as `Tensor.numpy`, which `setup_context` may call, so repeat the check without
-                # gradients.
+                # `SchemaCheckMode` (torch/_subclasses/schema_check_mode.py) fails for functions
+                # such as `Tensor.numpy`, which `setup_context` may call, so repeat the check
+                # without gradients.
                 if not str(error).startswith("Cannot inspect value of type "):
                     raise
                 run(overload, *mapped(accepted, Tensor.detach))
