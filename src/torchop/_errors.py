@@ -234,6 +234,30 @@ class NothingToAccelerateWarning(UserWarning):
     """A pattern or package for `accelerate` or `record` matches no usable operator."""
 
 
+def mistake(text: str, kind: type[Exception] = SchemaError) -> Exception:
+    """Create an error whose message lacks the operator's name. `naming` adds the name."""
+    error = kind(text)
+    error.__dict__["lacks_name"] = True
+    return error
+
+
+class naming:  # noqa: N801  (called like a function)
+    """A context manager that adds an operator's name to the errors of `mistake`.
+
+    It does not change other errors, such as errors of user code.
+    """
+
+    def __init__(self, operator: object) -> None:
+        self._operator = operator
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and error.__dict__.pop("lacks_name", False):
+            error.args = (f"{self._operator}: {error}",)
+
+
 # Returns whether Dynamo is tracing. The default always returns False until `_compat.compilers`
 # replaces it.
 dynamo_is_tracing: Callable[[], bool] = bool

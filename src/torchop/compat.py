@@ -22,7 +22,7 @@ from typing_extensions import TypedDict, Unpack  # Python 3.10 has no Unpack
 
 from torchop import CustomOp, OperatorNameError, RuleSignatureError, register_fake
 from torchop._compat import compilers, dispatch
-from torchop._core.library import check_callers_library
+from torchop._core.library import new_name
 from torchop._define.declare import declare, define_operator
 from torchop._errors import users_place
 from torchop._schema.callables import check_callable
@@ -241,8 +241,6 @@ def _register(
     function, mutates_args, devices, fake_impl, _, tags, out_shape, out_dtype = registration
 
     def build() -> CustomOp[..., Any]:
-        if library is not None:
-            check_callers_library(name, library)
         declaration = declare(
             name,
             function,
@@ -279,7 +277,7 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
                 f"package. Write 'mylib::{name[:100]}', or pass target_lib."
             )
         name = f"{namespace}::{name}"
-    return OpName.parse_new(name)
+    return new_name(name, library)
 
 
 def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:

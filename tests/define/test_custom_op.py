@@ -146,6 +146,23 @@ def test_failed_definition_keeps_the_old_operator(namespace):
     assert op(T).tolist() == [1, 1]
 
 
+def test_errors_of_user_code_are_raised_unchanged(namespace):
+    def names():
+        yield "x"
+        raise ValueError("cannot read the file")
+
+    with pytest.raises(ValueError, match=r"^cannot read the file$"):
+        torchop.custom_op(f"{namespace}::op", first, mutates_args=names())
+
+
+def test_error_of_a_nested_definition_names_the_nested_operator(namespace):
+    def names():
+        yield torchop.custom_op(f"{namespace}::inner", first, mutates_args="x")
+
+    with pytest.raises(torchop.SchemaError, match=f"^{namespace}::inner: mutates_args='x': "):
+        torchop.custom_op(f"{namespace}::op", first, mutates_args=names())
+
+
 def test_failure_while_rules_are_installed_leaves_nothing(namespace, monkeypatch):
     def fail(self):
         raise ZeroDivisionError

@@ -19,8 +19,12 @@ from torchop._schema import compare
 from torchop.extend import Schema
 
 
+def parse(schema: str) -> Schema:
+    return Schema(torch._C.parse_schema(f"ns::f{schema}"))
+
+
 def check(schema: str, function: Callable[..., Any]) -> None:
-    compare.check_function("ns::f", Schema(torch._C.parse_schema(f"f{schema}")), function)
+    compare.check_function(parse(schema), function)
 
 
 def scale(x: Tensor, factor: float, n: int = 1) -> Tensor: ...
@@ -123,7 +127,9 @@ def test_contradicting_schema_is_rejected_and_the_error_shows_both(
         check(schema, function)
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
-    assert f"schema {Schema(torch._C.parse_schema(f'f{schema}'))}, function {__name__}." in message
+    assert (
+        f"schema {Schema(torch._C.parse_schema(f'ns::f{schema}'))}, function {__name__}." in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,7 @@ def test_a_warning_points_at_the_definition_of_the_operator(namespace: str) -> N
     ],
 )
 def test_mutates_args_that_agrees_with_the_schema(schema: str, mutates_args: Any) -> None:
-    compare.check_mutation("ns::f", Schema(torch._C.parse_schema(f"f{schema}")), mutates_args)
+    compare.check_mutation(parse(schema), mutates_args)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_every_unsupported_signature_is_refused_in_few_words(
 def has_structure(name: str, function: Callable[..., Any]) -> bool:
     """Return whether the function has structured arguments, which only `custom_op` accepts."""
     try:
-        return not FunctionTree(name, function, ()).is_plain
+        return not FunctionTree(function, ()).is_plain
     except SchemaError:
         return False
     except NotImplementedError:

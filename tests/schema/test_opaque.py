@@ -423,6 +423,10 @@ def test_an_inlined_operator_has_no_effect_unless_declared(namespace: str) -> No
     assert "effect" not in repr(op)
 
 
+def test_an_operator_that_no_backend_inlines_has_an_effect(namespace: str) -> None:
+    assert "effect ORDERED" in repr(counting(namespace, compile={"inductor": "opaque"}))
+
+
 def test_a_derived_formula_needs_the_declaration_that_no_object_is_changed(namespace: str) -> None:
     op = counting(namespace)
     with pytest.raises(torchop.GradientError, match='pass effects="none" to custom_op'):

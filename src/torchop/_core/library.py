@@ -77,10 +77,12 @@ def check_library(what: object, lib: torch.library.Library | None) -> None:
         )
 
 
-def check_callers_library(name: OpName, lib: torch.library.Library | None) -> None:
+def new_name(text: object, lib: torch.library.Library | None) -> OpName:
+    """Parse the name of a new operator, and check that `lib` can define the operator."""
+    name = OpName.parse_new(text)
     check_library(name, lib)
     if lib is None:
-        return
+        return name
     if lib.kind == "IMPL":
         raise ValueError(
             f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."
@@ -90,3 +92,4 @@ def check_callers_library(name: OpName, lib: torch.library.Library | None) -> No
             f"{name}: lib is the library of the namespace {lib.ns!r}; name the operator "
             f"'{lib.ns}::{name.local}', or pass a library of {name.namespace!r}."
         )
+    return name

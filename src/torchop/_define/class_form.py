@@ -11,8 +11,9 @@ import torch.library
 
 from torchop._compat import compilers
 from torchop._core.define import all_or_nothing
+from torchop._core.library import new_name
 from torchop._core.user_rule import rule_names
-from torchop._define.declare import declare, define_operator, new_name
+from torchop._define.declare import declare, define_operator
 from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
 from torchop._errors import MissingKernelError, nearest, short_repr, users_place

@@ -7,7 +7,8 @@ import torch.library
 from typing_extensions import Required, TypedDict, Unpack  # Python 3.10 lacks two of them
 
 from torchop._compat import compilers
-from torchop._define.declare import declare, define_operator, new_name
+from torchop._core.library import new_name
+from torchop._define.declare import declare, define_operator
 from torchop._define.handle import CustomOp
 from torchop._errors import short_text, users_place
 from torchop._rules.effect import Effect

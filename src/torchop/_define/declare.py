@@ -12,24 +12,17 @@ import torch.library
 from torchop._compat import compilers
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
-from torchop._core.library import check_callers_library
-from torchop._errors import Place, SchemaError
-from torchop._rules.effect import Effect, declared_effect, effect_on_objects
+from torchop._errors import Place, mistake, naming
+from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile, declared_inlining
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.residuals import declare_residuals
+from torchop._schema import signatures
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import form_tags
 from torchop._schema.layouts import check_layouts, declared_layouts
 from torchop._schema.naming import OpName
-
-
-def new_name(name: object, lib: torch.library.Library | None) -> OpName:
-    op_name = OpName.parse_new(name)
-    if lib is not None:
-        check_callers_library(op_name, lib)
-    return op_name
 
 
 def declare(
@@ -54,26 +47,26 @@ def declare(
     """
     what = f"custom_op({str(name)!r})"
     check_callable(what, function)
-    devices = known_devices(name, device_types)
-    saved = declare_residuals(name, function, residuals)
-    written = declared_layouts(function)
-    if saved is not None:
-        function = saved.wrap(function)
-    all_tags = checked_tags(name, tags)
-    parsed, kernel, convention = declared_schema(name, function, schema, mutates_args, all_tags)
-    check_no_generator(what, function, parsed)
-    layouts = convention.of_tensors(written)
-    check_layouts(name, parsed, layouts)
-    if compile == "opaque" and not launches:
-        effects = effect_on_objects(name, effects, parsed, is_certain=convention.mutates_objects)
-    effect = declared_effect(name, effects, parsed)
-    inlined = declared_inlining(name, compile, effect, launches=launches)
-    if saved is not None:
-        saved.check_operator(parsed)
-        if launches:
-            raise SchemaError(
-                f"{name}: triton_op does not support residuals. Define the operator with custom_op."
-            )
+    with naming(name):
+        devices = known_devices(device_types)
+        all_tags = checked_tags(tags)
+        annotations = signatures.written_annotations(function)
+        written = declared_layouts(annotations)
+        saved = declare_residuals(name, annotations.get("return"), residuals)
+        if saved is not None:
+            function = saved.wrap(function)
+        parsed, kernel, convention = declared_schema(name, function, schema, mutates_args, all_tags)
+        check_no_generator(what, function, parsed)
+        layouts = convention.of_tensors(written)
+        check_layouts(parsed, layouts)
+        inlined = declared_inlining(compile, launches=launches)
+        effect = declared_effect(effects, parsed, convention, is_inlined=inlined is not None)
+        if saved is not None:
+            saved.check_operator(parsed)
+            if launches:
+                raise mistake(
+                    "triton_op does not support residuals. Define the operator with custom_op."
+                )
     return Declaration(
         name,
         parsed,

@@ -15,7 +15,7 @@ from torchop._compat.classes import OpOverload
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.definition import Definition
-from torchop._core.library import check_callers_library
+from torchop._core.library import new_name
 from torchop._core.lock import registration_lock
 from torchop._core.registry import check_free
 from torchop._define.forms import schemas
@@ -23,7 +23,7 @@ from torchop._define.forms.derive import check_derivable, define_member
 from torchop._define.forms.kernels import WritingKernels, empty_like
 from torchop._define.handle import CustomOp
 from torchop._define.maybe_out import maybe_out
-from torchop._errors import SchemaError, short_repr, users_place
+from torchop._errors import SchemaError, naming, short_repr, users_place
 from torchop._rules.autograd.formula import SetupContext
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule, fitted_kernel
@@ -136,9 +136,9 @@ def out_op(
     Modeled after PyTorch's structured kernels.
     """
     place = users_place()
-    op_name = OpName.parse_new(name)
-    check_callers_library(op_name, lib)
-    all_tags = checked_tags(op_name, tags)
+    op_name = new_name(name, lib)
+    with naming(op_name):
+        all_tags = checked_tags(tags)
     if form_of(all_tags) is not Form.PLAIN:
         raise SchemaError(
             f"{op_name}: out_op adds the tags of the forms. Remove torch.Tag.inplace and "
@@ -158,10 +158,11 @@ def out_op(
     def decorate(kernel: Kernel) -> OperatorFamily:
         check_callable(f"out_op({name!r})", kernel)
         check_no_generator(f"out_op({name!r})", kernel, None)
-        devices = known_devices(op_name, device_types)
-        signature, outputs = _split(op_name, kernel)
-        text = infer_schema(_prototype(kernel, signature), mutates_args=(), tags=all_tags)
-        schema = parsed_schema(op_name, text, all_tags)
+        with naming(op_name):
+            devices = known_devices(device_types)
+            signature, outputs = _split(op_name, kernel)
+            text = infer_schema(_prototype(kernel, signature), mutates_args=(), tags=all_tags)
+            schema = parsed_schema(op_name, text, all_tags)
         check_derivable(op_name, schema, Form.INPLACE if inplace else Form.OUT)
         like_index: Any = None if like is None else _like_index(op_name, schema, like)
         rule = allocate or functools.partial(empty_like, like_index, len(outputs))

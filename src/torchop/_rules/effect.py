@@ -15,10 +15,8 @@ from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import SchemaError, SchemaWarning, TracingError, short_repr, warn
 from torchop._rules import in_autocast
 from torchop._rules.checkpoint_modes import register_for_checkpoints
-from torchop._schema.kinds import is_by_reference
-from torchop._schema.naming import OpName
+from torchop._schema.convention import Convention
 from torchop._schema.schema import Schema
-from torchop._schema.text import arguments_alone, results_of
 
 # None means that nothing was declared, whereas `"none"` declares that the operator has no effect,
 # so compilers may remove its calls.
@@ -63,10 +61,10 @@ class EffectRule(CompiledRule[Declared]):
     def register(self, effect: Effect) -> None:
         """Declare the effect of the operator. If `effect` is None, remove the declaration."""
         definition = self.definition
-        declared = check_effect(definition.name, effect, definition.schema, "register_effect")
+        declared = check_effect(effect, definition.schema, "register_effect")
         if not definition.is_ours and _kind(declared) is not None:
             _check_not_composite(definition)
-        check_not_traced(definition.name, declared)
+        check_not_traced(definition.schema, declared)
         with definition.registered.registering("effect"), registration_lock:
             self.update(self._install, declared=declared)
 
@@ -109,22 +107,6 @@ def install(definition: Definition) -> Callable[[], None] | None:
     return finish
 
 
-def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certain: bool) -> Effect:
-    """Return the effect of an operator, given the declared effect.
-
-    An operator that takes objects by reference is assumed to change them, so its effect is
-    `"ordered"` unless the author declares another effect or `"none"`. `is_certain` means that
-    `mutates_args` names an object, so the operator is known to change it.
-    """
-    if is_certain and effect == "none":
-        raise SchemaError(
-            f"{name}: mutates_args names an object, so the operator has an effect on it, but "
-            'effects="none" says that the operator has no effect. Remove one of them.'
-        )
-    is_ordered = effect is None and may_change_objects(schema, also_generators=is_certain)
-    return "ordered" if is_ordered else effect
-
-
 def may_change_objects(schema: Schema, *, also_generators: bool = False) -> bool:
     """Return whether an operator may change an object, and PyTorch would respect the effect.
 
@@ -133,24 +115,42 @@ def may_change_objects(schema: Schema, *, also_generators: bool = False) -> bool
     own random operators have no effect either, and an effect would rule out `vmap` and derived
     formulas.
     """
-    if not schema.passes_objects or schema.is_mutable or schema.is_view:
+    types = schema.object_types
+    if not types or schema.is_mutable or schema.is_view:
         return False
-    if also_generators:
-        return True
-    generator = opaque_types.custom_class_name(torch.Generator)
-    arguments = (argument.split()[0] for argument in arguments_alone(schema.written))
-    kinds = (kind.rstrip("?[]") for kind in (*arguments, *results_of(schema.written)))
-    return any(kind != generator and is_by_reference(kind) for kind in kinds)
+    return also_generators or types != {opaque_types.custom_class_name(torch.Generator)}
 
 
-def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
-    declared = check_effect(name, effect, schema, "effects")
+def declared_effect(
+    effect: Any, schema: Schema, convention: Convention, *, is_inlined: bool
+) -> Declared:
+    """Validate the `effects` argument of `custom_op`, and return the operator's effect.
+
+    An operator that takes objects by reference is assumed to change them, so its effect is
+    `"ordered"` unless the author declares another effect or `"none"`, or compilers inline the
+    operator.
+    """
+    mutates_objects = convention.mutates_objects
+    if mutates_objects and effect == "none" and not is_inlined:
+        raise SchemaError(
+            f"{schema.name}: mutates_args names an object, so the operator has an effect on it, "
+            'but effects="none" says that the operator has no effect. Remove one of them.'
+        )
+    if effect is None and not is_inlined:
+        is_ordered = may_change_objects(schema, also_generators=mutates_objects)
+        effect = "ordered" if is_ordered else None
+    declared = check_effect(effect, schema, "effects")
+    if is_inlined and isinstance(declared, EffectType):
+        raise ValueError(
+            f"{schema.name}: compile='inline' lets a compiler trace the function, so the effect "
+            "would only happen during tracing. Use compile='opaque' for an operator with an effect."
+        )
     if declared is not None:
-        check_not_traced(name, declared)
+        check_not_traced(schema, declared)
     elif schema.returns_nothing and not schema.is_mutable:
         warn(
-            f"{name} returns nothing and mutates nothing, so a compiler would remove all calls, "
-            "and torch.compile rejects it. If it has a side effect, such as logging, pass "
+            f"{schema.name} returns nothing and mutates nothing, so a compiler would remove all "
+            "calls, and torch.compile rejects it. If it has a side effect, such as logging, pass "
             'effects="ordered" to custom_op. If it writes into an argument, name that in '
             'mutates_args. If it has no effect, pass effects="none".',
             SchemaWarning,
@@ -158,18 +158,18 @@ def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
     return declared
 
 
-def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
+def check_effect(effect: Any, schema: Schema, caller: str) -> Declared:
     declared: Declared = EffectType.ORDERED if effect == "ordered" else effect
     if declared not in (None, "none") and not isinstance(declared, EffectType):
         raise ValueError(
-            f"{name}: {caller} expects EffectType.ORDERED, also written 'ordered', 'none', or "
-            f"None; got {short_repr(effect)}."
+            f"{schema.name}: {caller} expects EffectType.ORDERED, also written 'ordered', 'none', "
+            f"or None; got {short_repr(effect)}."
         )
     if _kind(declared) is None:
         return declared
     if schema.is_mutable or schema.is_view:
         raise ValueError(
-            f"{name}: PyTorch ignores the effect of an operator that mutates or aliases an "
+            f"{schema.name}: PyTorch ignores the effect of an operator that mutates or aliases an "
             f"argument, such as {schema}. The mutation already keeps it in the graph and in order."
         )
     return declared
@@ -185,14 +185,15 @@ def _check_not_composite(definition: Definition) -> None:
         )
 
 
-def check_not_traced(name: OpName, declared: Declared) -> None:
+def check_not_traced(schema: Schema, declared: Declared) -> None:
     """Raise if the operator was already traced without the effect that is being declared.
 
     Graphs that were compiled earlier would ignore the new effect. If an effect is being removed,
     only warn, because the old graphs still keep every call and so remain correct.
     """
     effect = _kind(declared)
-    before = _traced.get(str(name), effect)
+    name = schema.name
+    before = _traced.get(name, effect)
     if before is effect:
         return
     if effect is None:

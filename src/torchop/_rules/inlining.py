@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torchop._compat import autocasting, compilers, dispatch, functorch, registries, tracing
-from torchop._compat.classes import EffectType, FunctionalTensorMode
+from torchop._compat.classes import FunctionalTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
 from torchop._core.contract import alias_error, check_returned_arguments, result_check
 from torchop._core.definition import CompiledRule, Definition
-from torchop._errors import TracingError, short_repr, short_text
+from torchop._errors import TracingError, mistake, short_repr, short_text
 from torchop._rules.checkpoint_modes import marked, marked_as_one_call
-from torchop._rules.effect import Declared, functionalize_unless_dropped
+from torchop._rules.effect import functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
-from torchop._schema.naming import OpName
 
 Choice = Literal["opaque", "inline"]
 # One choice for all backends of torch.compile, or a choice per backend. By default ("opaque"), the
@@ -51,13 +50,10 @@ class Inlined(NamedTuple):
         )
 
 
-def declared_inlining(
-    name: OpName, choice: Any, declared: Declared, *, launches: bool = False
-) -> Inlined | None:
+def declared_inlining(choice: Any, *, launches: bool = False) -> Inlined | None:
     """Validate the `compile` argument of `custom_op`, and return the backends that inline.
 
-    If the function launches Triton kernels (`launches`), all backends inline it. An operator with
-    an effect cannot be inlined, because the effect would only happen during tracing.
+    If the function launches Triton kernels (`launches`), all backends inline it.
     """
     if launches:
         return Inlined(None, launches=True)
@@ -65,17 +61,13 @@ def declared_inlining(
         return None
     choices = choice.values() if isinstance(choice, Mapping) else (choice,)
     if any(item not in ("opaque", "inline") for item in choices):
-        raise ValueError(
-            f"{name}: compile expects 'opaque', 'inline', or a mapping from backends to these, "
-            f"such as {{'inductor': 'inline'}}; got {short_repr(choice)}."
+        raise mistake(
+            "compile expects 'opaque', 'inline', or a mapping from backends to these, such as "
+            f"{{'inductor': 'inline'}}; got {short_repr(choice)}.",
+            ValueError,
         )
     if "inline" not in choices:
         return None
-    if isinstance(declared, EffectType):
-        raise ValueError(
-            f"{name}: compile='inline' lets a compiler trace the function, so the effect would "
-            "only happen during tracing. Use compile='opaque' for an operator with an effect."
-        )
     if not isinstance(choice, Mapping):
         return Inlined(None)
     return Inlined(tuple(backend for backend, item in choice.items() if item == "inline"))

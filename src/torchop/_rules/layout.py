@@ -49,7 +49,7 @@ class LayoutRule(CompiledRule["Arrange | None"]):
         from torchop._rules.autograd.checks import check_replaces_no_gradient  # circular
 
         definition = self.definition
-        check_layouts(definition, definition.schema, layouts)
+        check_layouts(definition.schema, layouts)
         if not definition.is_ours and "Autograd" not in definition.registered:
             check_replaces_no_gradient(definition)
         with registration_lock:

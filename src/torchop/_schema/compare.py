@@ -6,26 +6,26 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchop._compat import schemas
-from torchop._errors import SchemaError, SchemaWarning, short_repr, short_text, warn
+from torchop._errors import SchemaError, SchemaWarning, mistake, short_repr, short_text, warn
 from torchop._schema import kinds, signatures, types
 from torchop._schema.defaults import same_default
 from torchop._schema.mutates_args import mutated_names, spell_names
 from torchop._schema.schema import Argument, Schema
 
 
-def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
+def check_mutation(schema: Schema, mutates_args: str | Iterable[str]) -> None:
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
-    mutated = mutated_names(name, mutates_args)
+    mutated = mutated_names(mutates_args)
     names = tensors if mutated is None else set(mutated) - schema.objects
     if names != set(schema.mutated):
-        raise SchemaError(
-            f"{name}: mutates_args={short_repr(mutates_args)} and "
-            f"schema={short_repr(schema.text)} disagree: according to "
-            f"the schema, the op mutates {spell_names(schema.mutated)}. Change one of them."
+        raise mistake(
+            f"mutates_args={short_repr(mutates_args)} and schema={short_repr(schema.text)} "
+            "disagree: according to the schema, the op mutates "
+            f"{spell_names(schema.mutated)}. Change one of them."
         )
 
 
-def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> None:
+def check_function(schema: Schema, function: Callable[..., Any]) -> None:
     """Check a hand-written schema against the function's signature.
 
     Raise SchemaError if the function lacks a parameter, has an extra parameter without a default,
@@ -40,6 +40,7 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return
+    name = schema.name
     texts = (
         f"schema {short_text(schema.text)}, function "
         f"{signatures.spell_function(function)}{short_text(signature)}"

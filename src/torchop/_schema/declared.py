@@ -7,7 +7,7 @@ from typing import Any
 
 from torchop._compat import schemas
 from torchop._compat.classes import Tag
-from torchop._errors import SchemaError, short_repr, short_text
+from torchop._errors import mistake, short_repr, short_text
 from torchop._schema import compare
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema
@@ -34,38 +34,31 @@ def declared_schema(
     `schema` is a hand-written schema without the operator's name, or None to infer the schema. The
     returned kernel takes the arguments of the schema.
     """
-    if schema is not None:
-        return _written_schema(name, function, schema, mutates_args, tags), function, FLAT
-    tree = FunctionTree(str(name), function, mutates_args, tags)
-    parsed = parsed_schema(name, tree.schema_text, tags)
-    if tree.is_plain:
+    tree = FunctionTree(function, mutates_args, tags) if schema is None else None
+    text = _without_name(schema) if tree is None else tree.schema_text
+    parsed = parsed_schema(name, text, tags)
+    if tree is None:
+        compare.check_mutation(parsed, mutates_args)
+        compare.check_function(parsed, function)
+    if tree is None or tree.is_plain:
         return parsed, function, FLAT
     parsed.places = {leaf.name: leaf.path for leaf in tree.leaves}
     if tree.result is not None:
         parsed.result_places = [leaf.path for leaf in tree.result.leaves()]
     from torchop._schema.structure import convention  # late, because few operators need this
 
-    structured = convention.StructuredConvention(tree)
+    structured = convention.StructuredConvention(name, tree)
     return parsed, structured.structure.flat_function, structured
 
 
-def _written_schema(
-    name: OpName,
-    function: Callable[..., Any],
-    schema: object,
-    mutates_args: str | Iterable[str],
-    tags: tuple[Tag, ...],
-) -> Schema:
+def _without_name(schema: object) -> str:
     text = schema.strip() if isinstance(schema, str) else ""
     if not text.startswith("("):
-        raise SchemaError(
-            f'{name}: schema must look like "(Tensor x) -> Tensor", without the name of the '
-            f"operator; got {short_repr(schema)}."
+        raise mistake(
+            'schema must look like "(Tensor x) -> Tensor", without the name of the operator; got '
+            f"{short_repr(schema)}."
         )
-    parsed = parsed_schema(name, text, tags)
-    compare.check_mutation(str(name), parsed, mutates_args)
-    compare.check_function(str(name), parsed, function)
-    return parsed
+    return text
 
 
 def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
@@ -73,12 +66,12 @@ def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
     try:
         parsed = schemas.parse(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
-        raise SchemaError(
-            f"{name}: the schema {short_repr(text)} does not parse: {short_text(error)}"
+        raise mistake(
+            f"the schema {short_repr(text)} does not parse: {short_text(error)}"
         ) from None
     if len(parsed.arguments) > MAX_ARGUMENTS:
-        raise SchemaError(
-            f"{name}: the schema has {len(parsed.arguments)} arguments, but PyTorch takes at most "
+        raise mistake(
+            f"the schema has {len(parsed.arguments)} arguments, but PyTorch takes at most "
             f"{MAX_ARGUMENTS}. Each field of a structure is an argument; pass values of one type "
             "as a list or a dict."
         )
@@ -86,24 +79,25 @@ def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
     if form is Form.PLAIN:
         form = form_of_schema(parsed)
     else:
-        check_form(name, form, parsed)
+        check_form(form, parsed)
     result = Schema(parsed, f"{name.local}{text}", form)
     if parsed.is_mutable:
-        check_maybe_out(name, parsed)
+        check_maybe_out(parsed)
     tensors = result.keyword_only_tensors
     if tensors and form is not Form.OUT:
-        raise NotImplementedError(
-            f"{name}: custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could "
-            f"have no gradient. Move them before the '*'. Got {parsed}."
+        raise mistake(
+            f"custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could have no "
+            f"gradient. Move them before the '*'. Got {parsed}.",
+            NotImplementedError,
         )
     return result
 
 
-def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
+def checked_tags(tags: Tags) -> tuple[Tag, ...]:
     if tags is None:
         return _CONTRACT
     members = tuple(tags) if isinstance(tags, Iterable) else (tags,)
     for tag in members:
         if not isinstance(tag, Tag):
-            raise TypeError(f"{name}: tags expects torch.Tag members, got {short_repr(tag)}.")
+            raise mistake(f"tags expects torch.Tag members, got {short_repr(tag)}.", TypeError)
     return tuple(dict.fromkeys((*_CONTRACT, *members)))

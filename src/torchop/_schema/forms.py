@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchop._compat.classes import FunctionSchema, Tag
-from torchop._errors import SchemaError
+from torchop._errors import SchemaError, mistake
 from torchop._schema import types
 from torchop._schema.text import numbered_alias, write_results, written_tensor
 
@@ -99,11 +99,11 @@ def returns_tensors(annotation: Any, count: int) -> bool:
     )
 
 
-def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
+def check_form(form: Form, parsed: FunctionSchema) -> None:
     """Raise SchemaError if a schema does not have the form that the operator's tag requires."""
     problem = _problem(form, parsed)
     if problem is not None:
-        raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")
+        raise mistake(f"the operator is tagged {form.value}, but {problem}. Got {parsed}.")
 
 
 def _problem(form: Form, parsed: FunctionSchema) -> str | None:

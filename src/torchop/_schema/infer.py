@@ -7,6 +7,7 @@ from typing import Any
 
 from torchop._compat import schemas
 from torchop._compat.classes import Tag
+from torchop._errors import naming
 from torchop._schema import signatures
 from torchop._schema.forms import Form, check_form, form_of
 from torchop._schema.tree import FunctionTree
@@ -46,10 +47,10 @@ def infer_schema(
 
     Based on `torch.library.infer_schema`.
     """
-    name = signatures.spell_function(prototype_function)
     all_tags = (tags,) if isinstance(tags, Tag) else tuple(tags or ())
-    tree = FunctionTree(name, prototype_function, mutates_args, all_tags, structures=False)
-    text, form = tree.schema_text, form_of(all_tags)
-    if form is not Form.PLAIN:
-        check_form(name, form, schemas.parse(f"f{text}"))
+    with naming(signatures.spell_function(prototype_function)):
+        tree = FunctionTree(prototype_function, mutates_args, all_tags, structures=False)
+        text, form = tree.schema_text, form_of(all_tags)
+        if form is not Form.PLAIN:
+            check_form(form, schemas.parse(f"f{text}"))
     return f"{op_name or ''}{text}"

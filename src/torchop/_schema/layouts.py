@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from torchop._errors import ArgumentError, SchemaError
-from torchop._schema import signatures
+from torchop._errors import ArgumentError, SchemaError, mistake
 from torchop._schema.schema import Schema
 
 
@@ -73,46 +72,40 @@ contiguous = Layout("contiguous", {})
 channels_last = Layout("channels_last", {4: torch.channels_last, 5: torch.channels_last_3d})
 
 
-def declared_layouts(function: Callable[..., object]) -> dict[str, Layout]:
+def declared_layouts(annotations: Mapping[str, object]) -> dict[str, Layout]:
     """Return the layouts in the annotations of a function's parameters, by parameter."""
-    try:
-        annotations = signatures.written_parameters(function)
-    # Ignore invalid annotations and non-functions, which later checks reject with a better error.
-    except (SchemaError, TypeError, ValueError):
-        return {}
     found: dict[str, Layout] = {}
     for name, annotation in annotations.items():
-        layouts = list(dict.fromkeys(_layouts_in(annotation)))
+        layouts = [] if name == "return" else list(dict.fromkeys(_layouts_in(annotation)))
         if len(layouts) > 1:
-            raise SchemaError(
-                f"{signatures.spell_function(function)}: parameter {name!r} declares the layouts "
-                f"{', '.join(map(repr, layouts))}. Keep one."
+            raise mistake(
+                f"parameter {name!r} declares the layouts {', '.join(map(repr, layouts))}. Keep "
+                "one."
             )
         if layouts:
             found[name] = layouts[0]
     return found
 
 
-def _layouts_in(annotation: object) -> typing.Iterator[Layout]:
+def _layouts_in(annotation: object) -> list[Layout]:
     if isinstance(annotation, Layout):
-        yield annotation
-    for item in typing.get_args(annotation):
-        yield from _layouts_in(item)
+        return [annotation]
+    return [layout for item in typing.get_args(annotation) for layout in _layouts_in(item)]
 
 
-def check_layouts(op: object, schema: Schema, layouts: Mapping[str, object]) -> None:
+def check_layouts(schema: Schema, layouts: Mapping[str, object]) -> None:
     if not layouts:
         return  # most operators declare none, and computing `schema.arguments` is slow
     kinds = {argument.name: argument for argument in schema.arguments}
     for name, layout in layouts.items():
         if not isinstance(layout, Layout):
             raise SchemaError(
-                f"{op}: the layout of {name!r} is {layout!r}. Pass torchop.contiguous or "
+                f"{schema.name}: the layout of {name!r} is {layout!r}. Pass torchop.contiguous or "
                 "torchop.channels_last."
             )
         if name not in kinds or not kinds[name].holds_tensors:
             tensors = ", ".join(n for n, argument in kinds.items() if argument.holds_tensors)
             raise SchemaError(
-                f"{op}: a layout is declared for {name!r}, which is not a tensor argument. The "
-                f"tensor arguments are {tensors or '(none)'}."
+                f"{schema.name}: a layout is declared for {name!r}, which is not a tensor "
+                f"argument. The tensor arguments are {tensors or '(none)'}."
             )

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from torchop._errors import SchemaError, short_repr, short_text
+from torchop._errors import SchemaError, mistake, short_repr, short_text
 
 UNKNOWN = "unknown"
 
 
-def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
+def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
     """Return the names in `mutates_args`, or None for `"unknown"`, i.e. all tensors."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
@@ -17,23 +17,23 @@ def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, .
             if mutates_args.isidentifier()
             else "for a function that mutates nothing write mutates_args=()"
         )
-        raise SchemaError(
-            f"{where}: mutates_args={short_repr(mutates_args)}: expected a sequence of argument "
-            f"names, or the string 'unknown'; {fix}."
+        raise mistake(
+            f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, or "
+            f"the string 'unknown'; {fix}."
         )
     try:
         names = tuple(mutates_args)
     except TypeError:
-        raise TypeError(
-            f"{where}: mutates_args={short_repr(mutates_args)}: expected a sequence of argument "
-            "names, or the string 'unknown'; for a function that mutates nothing write "
-            "mutates_args=()."
+        raise mistake(
+            f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, or "
+            "the string 'unknown'; for a function that mutates nothing write mutates_args=().",
+            TypeError,
         ) from None
     for name in names:
         if not isinstance(name, str):
-            raise SchemaError(
-                f"{where}: mutates_args holds {short_repr(name)}; expected the names of arguments, "
-                "as strings."
+            raise mistake(
+                f"mutates_args holds {short_repr(name)}; expected the names of arguments, as "
+                "strings."
             )
     return names
 

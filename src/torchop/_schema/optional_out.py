@@ -8,7 +8,7 @@ instead, calls that return the argument raise an error.
 from __future__ import annotations
 
 from torchop._compat.classes import FunctionSchema
-from torchop._errors import SchemaError
+from torchop._errors import mistake
 
 WHY_AND_FIX = (
     "Whether such a result is fresh depends on the arguments, and a schema cannot express that. "
@@ -18,7 +18,7 @@ WHY_AND_FIX = (
 )
 
 
-def check_maybe_out(name: object, parsed: FunctionSchema) -> None:
+def check_maybe_out(parsed: FunctionSchema) -> None:
     returned = {
         alias
         for result in parsed.returns
@@ -32,7 +32,7 @@ def check_maybe_out(name: object, parsed: FunctionSchema) -> None:
             and str(argument.real_type) == "Optional[Tensor]"
             and returned & argument.alias_info.before_set
         ):
-            raise SchemaError(
-                f"{name} is maybe-out: it returns the mutated argument {argument.name!r}, or "
+            raise mistake(
+                f"the operator is maybe-out: it returns the mutated argument {argument.name!r}, or "
                 f"another tensor if the argument is None. {WHY_AND_FIX} Got {parsed}."
             )

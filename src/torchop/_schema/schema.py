@@ -78,6 +78,7 @@ class Schema:
 
     Attributes:
         text: the schema as PyTorch spells it, with the name of the operator.
+        name: the name of the operator, such as `mylib::crop.overload`.
         arguments: a tuple of `Argument`.
         positional: the arguments that can be passed by position.
         keyword_only: the keyword-only arguments.
@@ -159,6 +160,10 @@ class Schema:
     @functools.cached_property
     def text(self) -> str:
         return str(self._parsed)
+
+    @property
+    def name(self) -> str:
+        return self.text.partition("(")[0]
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -276,11 +281,13 @@ class Schema:
         return _DOTTED_NAME.search(self.written) is not None
 
     @functools.cached_property
-    def passes_objects(self) -> bool:
-        """Whether an argument or result is an object that is passed by reference, or a list."""
-        return self._names_classes and (
-            bool(self.objects) or any(map(is_by_reference, results_of(self.written)))
-        )
+    def object_types(self) -> frozenset[str]:
+        """The types of the arguments, results and items of lists that are passed by reference."""
+        if not self._names_classes:
+            return frozenset()
+        arguments = (argument.split()[0] for argument in arguments_alone(self.written))
+        kinds = (kind.rstrip("?[]") for kind in (*arguments, *results_of(self.written)))
+        return frozenset(filter(is_by_reference, kinds))
 
     @functools.cached_property
     def objects(self) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import types
 import typing
 from collections.abc import Callable
@@ -37,13 +38,14 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
         name = spell_function(function)
         raise SchemaError(f"{name} has no signature to infer a schema from.{fix}") from None
     namespace = _Namespace(function)
-    return original.replace(
-        parameters=[
-            p.replace(annotation=namespace.resolve(p.annotation, p.name))
-            for p in original.parameters.values()
-        ],
-        return_annotation=namespace.resolve(original.return_annotation, None),
-    )
+    written = [original.return_annotation, *(p.annotation for p in original.parameters.values())]
+    evaluated = list(map(namespace.resolve, written, (None, *original.parameters)))
+    if all(map(operator.is_, evaluated, written)):
+        return original  # `replace` is slow
+    returned, *annotations = evaluated
+    pairs = zip(original.parameters.values(), annotations, strict=True)
+    parameters = [p.replace(annotation=annotation) for p, annotation in pairs]
+    return original.replace(parameters=parameters, return_annotation=returned)
 
 
 def spell_function(function: Callable[..., Any]) -> str:
@@ -62,27 +64,26 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
         return function.__annotations__
     try:
         signature = inspect.signature(function)
-    except ValueError:
+    except (TypeError, ValueError):
         return {}
     by_name = {name: p.annotation for name, p in signature.parameters.items()}
     by_name["return"] = signature.return_annotation
     return {name: value for name, value in by_name.items() if value is not signature.empty}
 
 
-def written_result(function: Callable[..., Any]) -> Any:
-    """Return the evaluated return annotation, including `Annotated` metadata."""
-    written = annotations_of(function).get("return")
-    return _Namespace(function).evaluate(written, None) if isinstance(written, str) else written
+def written_annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the evaluated annotations of a function, including `Annotated` metadata.
 
-
-def written_parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the evaluated annotations of the parameters, including `Annotated` metadata."""
-    annotations = {n: a for n, a in annotations_of(function).items() if n != "return"}
-    namespace = _Namespace(function)
-    return {
-        name: namespace.evaluate(each, name) if isinstance(each, str) else each
-        for name, each in annotations.items()
-    }
+    Leave out annotations that cannot be evaluated, which schema inference rejects.
+    """
+    namespace, evaluated = _Namespace(function), {}
+    for name, annotation in annotations_of(function).items():
+        try:
+            is_text = isinstance(annotation, str)
+            evaluated[name] = namespace.evaluate(annotation, name) if is_text else annotation
+        except SchemaError:
+            continue
+    return evaluated
 
 
 def method_hint(function: Callable[..., Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchop._compat import schemas
 from torchop._compat.classes import Tag
-from torchop._errors import SchemaError
+from torchop._errors import SchemaError, mistake
 from torchop._schema import advice, defaults, signatures, types
 from torchop._schema.forms import Form, form_of, returned_alias
 from torchop._schema.kinds import (
@@ -73,20 +73,18 @@ class FunctionTree:
 
     def __init__(
         self,
-        op: str,
         function: Callable[..., Any],
         mutates_args: str | Iterable[str],
         tags: Iterable[Tag] = (),
         *,
         structures: bool = True,
     ) -> None:
-        self.op = op
         self.function = function
-        names = mutated_names(op, mutates_args)
+        names = mutated_names(mutates_args)
         signature = signatures.signature(function)
         self._where = signatures.spell_function(function)
         self._structures = structures
-        self._builder = _Builder(op, self._where, structures)
+        self._builder = _Builder(self._where, structures)
         self.parameters = tuple(map(self._parameter, signature.parameters.values()))
         form, returned = form_of(tags), signature.return_annotation
         self.result, self.returns = None, ""
@@ -96,7 +94,7 @@ class FunctionTree:
         for parameter in self.parameters:
             self._set_default(parameter)
         self.positional, self.keyword_only = _arranged(self.parameters)
-        _check_names(op, self.parameters)
+        _check_names(self.parameters)
         self.mutates_objects = False
         self.mutated = self._mutated(names)
         if form is not Form.PLAIN:
@@ -143,9 +141,10 @@ class FunctionTree:
             ) from None
         parameter = Parameter(declared, node)
         if parameter.keyword_only and node.holds_tensors and not isinstance(node, Leaf):
-            raise NotImplementedError(
-                f"{self.op}: custom_op with kwarg-only Tensor args ({declared.name}, which holds "
-                "tensors): they could have no gradient. Move it before the '*'."
+            raise mistake(
+                f"custom_op with kwarg-only Tensor args ({declared.name}, which holds tensors): "
+                "they could have no gradient. Move it before the '*'.",
+                NotImplementedError,
             )
         return parameter
 
@@ -182,7 +181,7 @@ class FunctionTree:
         supported, place = advice.RETURNABLE, ""
         if self._structures:
             try:
-                result = build_result(self.op, annotation)
+                result = build_result(annotation)
                 results = [leaf.kind.schema for leaf in result.leaves()]
                 results += ["SymInt"] * any(True for _ in result.statics())  # the layout
                 return result, write_results(results)
@@ -251,14 +250,14 @@ def _bad_name(where: str, name: str) -> SchemaError:
     )
 
 
-def _check_names(op: str, parameters: Iterable[Parameter]) -> None:
+def _check_names(parameters: Iterable[Parameter]) -> None:
     places: dict[str, Leaf] = {}
     for leaf in (leaf for parameter in parameters for leaf in parameter.node.leaves()):
         other = places.setdefault(leaf.name, leaf)
         if other is not leaf:
-            raise SchemaError(
-                f"{op}: {other.path!r} and {leaf.path!r} would both be the argument {leaf.name!r} "
-                "of the schema. Give one of them another name."
+            raise mistake(
+                f"{other.path!r} and {leaf.path!r} would both be the argument {leaf.name!r} of the "
+                "schema. Give one of them another name."
             )
 
 
@@ -290,10 +289,9 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
 
 
 class _Builder:
-    """Builds the annotation trees of arguments. Error messages start with `op` or `where`."""
+    """Builds the annotation trees of arguments."""
 
-    def __init__(self, op: str, where: str, structures: bool) -> None:
-        self.op = op
+    def __init__(self, where: str, structures: bool) -> None:
         self.where = where
         self.structures = structures
 
@@ -305,7 +303,7 @@ class _Builder:
         """
         annotation = without_annotated(annotation)
         if isinstance(annotation, GradientsOf):
-            return annotation.node(self.op, path)
+            return annotation.node(path)
         kind = leaf_kind(annotation)
         if not self.structures:
             if kind is None or kind.inferred is None:
@@ -315,11 +313,11 @@ class _Builder:
             schema, optional = kind.inferred.removesuffix("?"), kind.is_optional
             kind = Kind(schema, unchanged, is_optional=optional, inferred=kind.inferred)
         if kind is not None:
-            return Leaf(self.op, path, self._name(path), kind)
+            return Leaf(path, self._name(path), kind)
         inner, optional = types.strip_optional(annotation)
         if optional:
-            flag = Leaf(self.op, path, self._name(f"{path}.given"), KINDS[bool])
-            return Maybe(self.op, flag, self.build(inner, path, inside))
+            flag = Leaf(path, self._name(f"{path}.given"), KINDS[bool])
+            return Maybe(flag, self.build(inner, path, inside))
         node = (
             self._fields(annotation, path, inside)
             or self._pair(annotation, path)
@@ -335,21 +333,21 @@ class _Builder:
             return name
         if name == path:
             raise _bad_name(self.where, name)
-        raise SchemaError(
-            f"{self.op}: {path!r} would become the schema argument {name!r}, but that is not a "
-            "valid name; use ASCII letters, digits and underscores, and no keyword of TorchScript."
+        raise mistake(
+            f"{path!r} would become the schema argument {name!r}, but that is not a valid name; "
+            "use ASCII letters, digits and underscores, and no keyword of TorchScript."
         )
 
     def _fields(self, annotation: Any, path: str, inside: tuple[Any, ...]) -> Fields | None:
         shape = argument_shape(annotation)
         if shape is None:
             return None
-        check_end(f"{self.op}: {path}", annotation, inside, "Pass")
+        check_end(path, annotation, inside, "Pass")
         nodes = {
             name: self.build(field.annotation, f"{path}.{name}", (*inside, annotation))
             for name, field in shape.fields.items()
         }
-        return Fields(self.op, path, nodes, shape)
+        return Fields(path, nodes, shape)
 
     def _pair(self, annotation: Any, path: str) -> Pair | None:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -374,10 +372,10 @@ class _Builder:
 
         def leaf(name: str) -> Leaf:
             place = f"{path}.{name}"
-            return Leaf(self.op, place, self._name(place), list_of(items[name]))
+            return Leaf(place, self._name(place), list_of(items[name]))
 
         first, second = map(leaf, names)
-        return Pair(self.op, path, (first, second), encode, decode)
+        return Pair(path, (first, second), encode, decode)
 
     def _rows(self, annotation: Any, path: str, inside: tuple[Any, ...]) -> Node | None:
         container = read_container(annotation)
@@ -387,7 +385,7 @@ class _Builder:
         row = self._fields(item, path, inside)
         if row is None:
             return None
-        return Rows(self.op, path, row, tuple if container.is_tuple else list)
+        return Rows(path, row, tuple if container.is_tuple else list)
 
 
 _Mapping = typing.get_origin(typing.Mapping[str, int])

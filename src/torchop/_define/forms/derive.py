@@ -16,7 +16,7 @@ from torchop._compat.classes import Tag
 from torchop._core.call import returned_arguments, returned_result
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import Definition
-from torchop._core.library import check_callers_library
+from torchop._core.library import new_name
 from torchop._define.forms import schemas
 from torchop._define.forms.kernels import check_fits, check_outputs, metadata
 from torchop._define.forms.schemas import identified
@@ -42,16 +42,13 @@ def derive_form(
             f"torch.Tag.out. Got {functional.schema}."
         )
     check_derivable(functional.name, functional.schema, form)
-    op_name = OpName.parse_new(
-        str(schemas.form_name(functional.name, form)) if name is None else name
-    )
+    lib = functional.callers_library if lib is None else lib
+    op_name = new_name(str(schemas.form_name(functional.name, form)) if name is None else name, lib)
     if form is Form.INPLACE:
         schema = schemas.inplace_schema(op_name, functional.schema)
     else:
         names = output_names(functional.schema, outputs)
         schema = schemas.out_schema(op_name, functional.schema, names)
-    lib = functional.callers_library if lib is None else lib
-    check_callers_library(op_name, lib)
     # One kernel for all devices is enough, because it calls the functional operator, which
     # dispatches on the device.
     kernel = writing_result(functional, op_name, schema)

@@ -15,6 +15,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from torchop._errors import naming
+from torchop._schema import signatures
 from torchop._schema.layouts import Layout, contiguous, declared_layouts
 
 
@@ -34,7 +36,8 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
 
 def with_declared_grads(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a formula so that it receives gradients in the layouts that its annotations declare."""
-    layouts = declared_layouts(backward)
+    with naming(signatures.spell_function(backward)):
+        layouts = declared_layouts(signatures.written_annotations(backward))
     if not layouts:
         return backward
     each = [layouts.get(name) for name in [*inspect.signature(backward).parameters][1:]]

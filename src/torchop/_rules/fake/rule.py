@@ -266,7 +266,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             return None
         raise missing_fake(definition)
     function = not_recording(definition, fake.function)
-    if schema.passes_objects:
+    if schema.object_types:
         given = tuple(tree_leaves((args, kwargs)))
         is_replaced = traced_objects.is_replaceable
         args, kwargs = tracing.without_attributes((args, dict(kwargs)), is_replaced)
@@ -289,7 +289,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             raise
         raise data_was_read(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")
-    if schema.passes_objects:
+    if schema.object_types:
         result = tracing.with_traced_objects(result, given)
     if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
         return result

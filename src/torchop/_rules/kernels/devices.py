@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torchop._compat import dispatch
-from torchop._errors import short_repr
+from torchop._errors import mistake, short_repr
 from torchop._schema.signatures import spell_function
 
 DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
@@ -35,20 +35,21 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
     return list(dict.fromkeys(None if device == "default" else device for device in devices))
 
 
-def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
+def known_devices(device_types: DeviceTypes) -> tuple[str | None, ...]:
     """Return the device types as a tuple. Raise RuntimeError if one is unknown to PyTorch."""
     devices = device_list(device_types)
     for device in devices:
         if device is not None:
-            device_key(op, device)
+            device_key(device)
     return tuple(devices)
 
 
-def device_key(op: object, device: str) -> str:
+def device_key(device: str) -> str:
     try:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{op}: {short_repr(device)} is not a device type; write one such as 'cpu' or 'cuda', "
-            f"or None for every device. {error}"
+        raise mistake(
+            f"{short_repr(device)} is not a device type; write one such as 'cpu' or 'cuda', or "
+            f"None for every device. {error}",
+            RuntimeError,
         ) from None

@@ -21,7 +21,7 @@ from torchop._core.declaration import Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registered import Key
-from torchop._errors import AliasError, ArgumentError, warn
+from torchop._errors import AliasError, ArgumentError, naming, warn
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.devices import DeviceTypes, device_key, device_list
@@ -286,7 +286,8 @@ class KernelRule(CompiledRule[Kernels]):
             return EVERY_DEVICE
         # For operators of other packages, `device` may also be a dispatch key.
         if self.definition.is_ours:
-            return device_key(self.definition, device)
+            with naming(self.definition):
+                return device_key(device)
         return dispatch.kernel_key(device)
 
     def _install(self, key: str, device: str | None) -> None:

@@ -22,7 +22,7 @@ from torchop._core.definition import Definition
 from torchop._core.library import check_library
 from torchop._core.lock import registration_lock
 from torchop._core.registry import find_schema, op_name, own_definition, resolve
-from torchop._errors import nearest, short_repr
+from torchop._errors import naming, nearest, short_repr
 from torchop._rules.kernels import register
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule
@@ -80,7 +80,8 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     definition = resolve(op, "set_priority")
     rule = definition.rule(KernelRule)
     names = checked_order(f"{definition}: set_priority", order)
-    devices = known_devices(definition, device_types)
+    with naming(definition):
+        devices = known_devices(device_types)
     known = rule.provider_names
     for name in names:
         # `custom_op(..., priority=...)` calls this function before any provider is registered, so

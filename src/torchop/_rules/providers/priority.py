@@ -21,7 +21,7 @@ from torchop._compat import autograd, compilers, operators
 from torchop._core.blocks import Block
 from torchop._core.definition import NOTHING
 from torchop._core.lock import registration_lock
-from torchop._errors import ProviderError, nearest, short_repr
+from torchop._errors import ProviderError, naming, nearest, short_repr
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.naming import is_match, is_name, is_pattern
@@ -317,7 +317,8 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
     Based on `set_priority` of vLLM IR.
     """
     global _process
-    devices = known_devices("set_priority", device_types)
+    with naming("set_priority"):
+        devices = known_devices(device_types)
     new = _scoped_orders("set_priority", orders, devices)
     with registration_lock:
         removed = {_written(pattern) for pattern, names in orders.items() if names is None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchop._core.registry import OpLike, op_name, own_definition
@@ -13,10 +13,8 @@ from torchop._rules.residuals.handover import residuals as residuals
 from torchop._schema.naming import OpName
 
 
-def declare_residuals(
-    name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
-) -> Any:
-    types = declared_types(name, function, types)
+def declare_residuals(name: OpName, returned: Any, types: Mapping[str, Any] | None) -> Any:
+    types = declared_types(returned, types)
     if types is None:
         return None
     from torchop._rules.residuals.declared import Declared  # rarely used

@@ -9,9 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
-from torchop._errors import SchemaError
+from torchop._errors import mistake
 from torchop._schema import signatures
-from torchop._schema.naming import OpName
 
 
 class Residuals:
@@ -47,34 +46,28 @@ class Residuals:
         return f"torchop.Residuals({', '.join(self.types)})"
 
 
-def declared_types(
-    name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
+def declared_types(returned: Any, types: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return the types of an operator's residuals, or None if it declares none.
 
-    The residuals are declared either in the return annotation of `function` or by `types`.
+    The residuals are declared either in the return annotation `returned` or by `types`.
     """
-    declared = [each for each in _annotated(function)[1:] if isinstance(each, Residuals)]
+    declared = [each for each in _annotated(returned)[1:] if isinstance(each, Residuals)]
     if len(declared) + (types is not None) > 1:
-        raise SchemaError(
-            f"{name}: residuals are declared more than once: {', '.join(map(repr, declared))} in "
-            "the return annotation, in addition to another declaration. Keep one."
+        raise mistake(
+            f"residuals are declared more than once: {', '.join(map(repr, declared))} in the "
+            "return annotation, in addition to another declaration. Keep one."
         )
     return declared[0].types if declared else types
 
 
 def hide_residuals(kernel: Any, function: Callable[..., Any]) -> None:
-    annotated = _annotated(function)
+    annotated = _annotated(signatures.written_annotations(function).get("return"))
     alone = tuple(each for each in annotated if not isinstance(each, Residuals))
     if len(alone) < len(annotated):
         result = Annotated[alone] if len(alone) > 1 else alone[0]
         kernel.__signature__ = inspect.signature(function).replace(return_annotation=result)
 
 
-def _annotated(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Split a function's return annotation into the type and the `Annotated` metadata."""
-    try:
-        written = signatures.written_result(function)
-    except SchemaError:  # schema inference will raise the same error
-        return (None,)
-    return get_args(written) if get_origin(written) is Annotated else (written,)
+def _annotated(returned: Any) -> tuple[Any, ...]:
+    """Split a return annotation into the type and the `Annotated` metadata."""
+    return get_args(returned) if get_origin(returned) is Annotated else (returned,)

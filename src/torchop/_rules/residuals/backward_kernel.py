@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchop._core.call import as_tuple
 from torchop._core.definition import Definition
-from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError
+from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError, naming
 from torchop._rules.helper_operators import HelperOperator
 from torchop._rules.kernels.register import register_kernel
 from torchop._rules.layout import LayoutRule
@@ -168,13 +168,16 @@ class BackwardKernel(HelperOperator):
         name = self.definition.name
         name = name._replace(name=f"{name.name}__{KIND}")
         try:
-            self.schema, self.kernel, declared = declared_schema(name, kernel, None, (), ())
+            with naming(name):
+                self.schema, self.kernel, declared = declared_schema(name, kernel, None, (), ())
         except SchemaError as error:
             raise RuleSignatureError(f"{self.what}: {error}") from None
         self.declared_convention = declared
         self.convention = typing.cast(Convention, _ZeroFillingConvention(self))
-        self.layouts = declared.of_tensors(declared_layouts(function))
-        check_layouts(self.what, self.schema, self.layouts)
+        with naming(self.what):
+            layouts = declared_layouts(signatures.written_annotations(function))
+        self.layouts = declared.of_tensors(layouts)
+        check_layouts(self.schema, self.layouts)
         returns = self.definition.schema.returns
         grads = [argument.kind for argument in self.schema.positional[: len(self.results)]]
         if not all(map(_is_gradient_of, grads, (returns[place] for place in self.results))):

@@ -10,7 +10,7 @@ from torchop import _hooks
 from torchop._core import checking
 from torchop._core.call import as_tuple, named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, share_memory
-from torchop._errors import AliasError, ResultError, SchemaError, short_repr
+from torchop._errors import AliasError, ResultError, SchemaError, mistake, short_repr
 from torchop._rules.residuals.handover import (
     Request,
     author_of,
@@ -36,8 +36,8 @@ class Declared:
 
     def __init__(self, name: OpName, types: Mapping[str, Any]) -> None:
         if not isinstance(types, Mapping) or not types:
-            raise SchemaError(
-                f"{name}: residuals expects the types of the residuals by their names, such as "
+            raise mistake(
+                "residuals expects the types of the residuals by their names, such as "
                 f'{{"lse": Tensor, "mask": Tensor | None}}; got {short_repr(types)}.'
             )
         self.op = str(name)
@@ -51,7 +51,7 @@ class Declared:
             saved.__annotations__["return"] = returned
             self.schema, _, declared = declared_schema(name, saved, None, (), ())
         except (SchemaError, TypeError, ValueError) as error:
-            raise SchemaError(f"{name}: residuals={short_repr(types)}: {error}") from None
+            raise mistake(f"residuals={short_repr(types)}: {error}") from None
         self.structure = declared.structure
         self._check = result_check(self.schema.returns)
         self._what = f"kernel, for the residuals in {self.spelled},"
@@ -59,10 +59,10 @@ class Declared:
 
     def check_operator(self, schema: Schema) -> None:
         if not schema.is_functional or not schema.returns:
-            raise SchemaError(
-                f"{self.op}: residuals require a functional operator: one that returns fresh "
-                f"tensors and mutates nothing; got {schema}. Define a functional operator, and "
-                "derive the mutable forms with derive_inplace() and derive_out() of the handle."
+            raise mistake(
+                "residuals require a functional operator: one that returns fresh tensors and "
+                f"mutates nothing; got {schema}. Define a functional operator, and derive the "
+                "mutable forms with derive_inplace() and derive_out() of the handle."
             )
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:

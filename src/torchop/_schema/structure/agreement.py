@@ -28,7 +28,7 @@ class Decisions:
     """
 
     def __init__(
-        self, op: str, places: Sequence[str], layout_of: Callable[[int], list[tuple[str, Any]]]
+        self, op: object, places: Sequence[str], layout_of: Callable[[int], list[tuple[str, Any]]]
     ) -> None:
         self._op = op
         self._places = places

@@ -26,8 +26,8 @@ class StructuredConvention(Convention):
     __slots__ = ("_keywords", "_positional", "mutates_objects", "structure")
     structure: Structure
 
-    def __init__(self, tree: FunctionTree) -> None:
-        self.structure = structure = Structure(tree)
+    def __init__(self, op: object, tree: FunctionTree) -> None:
+        self.structure = structure = Structure(op, tree)
         self.mutates_objects = tree.mutates_objects
         self._positional = tuple(p.name for p in structure.positional_parameters)
         self._keywords = tuple(p.name for p in structure.parameters if p.keyword_only)

@@ -131,7 +131,7 @@ def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:
         return value
     constant = compiler.constant(value)
     try:
-        encoded = leaf.kind.encode(constant, leaf.where)
+        encoded = leaf.kind.encode(constant, leaf.path)
     except ArgumentError as error:  # traced code raises it again, so that the program can catch it
         raise UnclearError from error
     return compiler.describe(encoded)

@@ -40,8 +40,8 @@ class GradientsOf:
     def __repr__(self) -> str:
         return types.spell(self.annotation)
 
-    def node(self, op: str, path: str) -> Node:
-        return Gradients(op, path, self)
+    def node(self, path: str) -> Node:
+        return Gradients(path, self)
 
 
 class Gradients(Node):
@@ -51,7 +51,7 @@ class Gradients(Node):
     not tensors, one more argument contains the number of the result's layout.
     """
 
-    def __init__(self, op: str, path: str, of: GradientsOf) -> None:
+    def __init__(self, path: str, of: GradientsOf) -> None:
         self._of = of
         self._leaves: dict[str, Leaf] = {}  # by the name of the leaf in the result
         for leaf in of.result.leaves():
@@ -59,14 +59,14 @@ class Gradients(Node):
                 place = path + leaf.path.removeprefix(of.result.path)
                 kind = leaf_kind(_KINDS[leaf.kind.schema])
                 assert kind is not None
-                self._leaves[leaf.name] = Leaf(op, place, _name(place), kind)
+                self._leaves[leaf.name] = Leaf(place, _name(place), kind)
         parts = list(self._leaves.values())
         self.layout = None
         if of.statics_of is not None:
             place = f"{path}.layout"
-            self.layout = Leaf(op, place, _name(place), KINDS[int]._replace(is_optional=True))
+            self.layout = Leaf(place, _name(place), KINDS[int]._replace(is_optional=True))
             parts.append(self.layout)
-        super().__init__(op, path, parts)
+        super().__init__(path, parts)
 
     def set_default(self, value: Any) -> None:
         """Set no defaults, because gradients have none."""

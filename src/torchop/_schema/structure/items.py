@@ -25,29 +25,29 @@ class Items(Node):
         item: the node of one item. Its path ends in `[*]`.
     """
 
-    def __init__(self, op: str, path: str, item: Node, container: type) -> None:
+    def __init__(self, path: str, item: Node, container: type) -> None:
         self.item = item
         self._container = container
         self._leaves = tuple(item.leaves())
         self._statics = tuple(item.statics())
         self._names = [part.name for part in (*self._leaves, *self._statics)]
         self._static = Static(
-            op,
             path,
             lambda value, where: value,
             is_number=any(not leaf.is_tensor for leaf in self._leaves)
             or any(static.is_number for static in self._statics),
             describe=self._describe,
         )
-        self._tensors = result_leaf(op, f"{path}[*]", "Tensor[]")
+        self._tensors = result_leaf(f"{path}[*]", "Tensor[]")
         holds_tensors = any(leaf.is_tensor for leaf in self._leaves)
-        super().__init__(op, path, (self._static, *[self._tensors] * holds_tensors))
+        super().__init__(path, (self._static, *[self._tensors] * holds_tensors))
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         entries, item = source.variable("entries"), source.variable("item")
         tensors = variables.get(self._tensors.name) or source.variable("tensors")
         parts = {name: source.variable(name) for name in self._names}
-        checked = f"{source.object(self._checked, f'check_{self.path}')}({value})"
+        check = source.object(self._checked, f"check_{self.path}")
+        checked = f"{check}({value}, {source.where(self.path)})"
         items, index, keys = checked, f"len({entries})", "None"
         if self._container is dict:
             keys = source.variable("keys")
@@ -77,18 +77,18 @@ class Items(Node):
             source.line(f"{tensors}.append({name})")
         return f"{name} is not None or None" if leaf.is_optional else "True"
 
-    def _checked(self, value: Any) -> Any:
+    def _checked(self, value: Any, where: str) -> Any:
         """Check the type of a value. Return the keys of a dict, and other values unchanged."""
         if self._container is not dict:
             if isinstance(value, (list, tuple)):
                 return value
-            raise wrong_result(self.where, "a list or tuple", value)
+            raise wrong_result(where, "a list or tuple", value)
         if not isinstance(value, dict):
-            raise wrong_result(self.where, "a dict", value)
+            raise wrong_result(where, "a dict", value)
         for key in value:
             if not isinstance(key, str):
                 raise ResultError(
-                    f"{self.where}: the key {short_repr(key)}: expected str, got "
+                    f"{where}: the key {short_repr(key)}: expected str, got "
                     f"{types.spell(type(key))}. The function returned this value."
                 )
         return tuple(value)

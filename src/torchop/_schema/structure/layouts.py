@@ -22,7 +22,7 @@ from torchop._errors import ResultError
 class Layouts:
     """The layouts that one operator has returned so far. Layouts are never removed."""
 
-    def __init__(self, op: str, places: Sequence[str]) -> None:
+    def __init__(self, op: object, places: Sequence[str]) -> None:
         self._op = op
         self._places = places
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchop._errors import ArgumentError, GradientError, SchemaError
+from torchop._errors import ArgumentError, GradientError, SchemaError, mistake
 from torchop._schema import defaults, types
 from torchop._schema.kinds import Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, Shape, as_mapping
@@ -27,15 +27,9 @@ TENSOR_LISTS = ("Tensor[]", "Tensor?[]")
 class Node:
     """A node of an annotation tree. It describes one argument or field, such as `cfg.box`."""
 
-    def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
-        self.op = op
+    def __init__(self, path: str, parts: Sequence[Node] = ()) -> None:
         self.path = path
         self._parts = parts
-
-    @property
-    def where(self) -> str:
-        """The start of error messages, such as `lib::crop: cfg.box`."""
-        return f"{self.op}: {self.path}"
 
     def leaves(self) -> Iterator[Leaf]:
         for part in self._parts:
@@ -101,8 +95,8 @@ class Leaf(Node):
         is_required_if_given: whether the value may be None only if the enclosing structure is None.
     """
 
-    def __init__(self, op: str, path: str, name: str, kind: Kind) -> None:
-        super().__init__(op, path)
+    def __init__(self, path: str, name: str, kind: Kind) -> None:
+        super().__init__(path)
         self.name = name
         self.kind = kind
         self.checked = kind.encode is not unchanged and ("." in path or not kind.is_plain)
@@ -120,7 +114,7 @@ class Leaf(Node):
         if value is MISSING:
             return
         self.is_optional |= value is None
-        default = None if value is None else self.kind.encode(value, f"{self.where}: the default")
+        default = None if value is None else self.kind.encode(value, f"{self.path}: the default")
         try:
             defaults.render(default, self.schema_type)
         except SchemaError:
@@ -131,9 +125,9 @@ class Leaf(Node):
         self.default = default
 
     @property
-    def flat_where(self) -> str:
-        """The start of error messages about calls that pass flat arguments."""
-        return f"{self.op}: argument {self.name!r}" + f" ({self.path})" * (self.path != self.name)
+    def flat_path(self) -> str:
+        """The argument in error messages about calls that pass flat arguments."""
+        return f"argument {self.name!r}" + f" ({self.path})" * (self.path != self.name)
 
     @property
     def is_tensor(self) -> bool:
@@ -172,7 +166,7 @@ class Leaf(Node):
             conditions.append(f"{source.object(type)}({name}) is not {exact}")
         what = self.name if self.kind.exact is None else self.kind.exact.__name__
         encode = source.object(self.kind.encode, f"check_{what}")
-        self._convert(source, name, conditions, f"{encode}({name}, {self.where!r})")
+        self._convert(source, name, conditions, f"{encode}({name}, {source.where(self.path)})")
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         name = variables[self.name]
@@ -187,11 +181,12 @@ class Leaf(Node):
         if self.is_required_if_given:
             error = source.object(missing_argument)
             with source.block(f"if {name} is None:"):
-                source.line(f"raise {error}({self.flat_where!r})")
+                source.line(f"raise {error}({source.where(self.flat_path)})")
         if self.kind.decode is not None:
             decode = source.object(self.kind.decode, f"decode_{self.name}")
             conditions = [f"{name} is not None"] * self.is_optional
-            self._convert(source, name, conditions, f"{decode}({name}, {self.flat_where!r})")
+            where = source.where(self.flat_path)
+            self._convert(source, name, conditions, f"{decode}({name}, {where})")
         return name
 
     def _convert(self, source: Source, name: str, conditions: Sequence[str], value: str) -> None:
@@ -210,30 +205,29 @@ def missing_argument(where: str) -> Exception:
 
 
 class Fields(Node):
-    def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
-        super().__init__(op, path, tuple(fields.values()))
+    def __init__(self, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
+        super().__init__(path, tuple(fields.values()))
         self.fields = fields
         self.shape = shape
 
     def set_default(self, value: Any) -> None:
         spelled = self.shape.qualified
         if value is None:
-            raise SchemaError(f"{self.where} defaults to None; annotate it as Optional[{spelled}].")
+            raise mistake(f"{self.path} defaults to None; annotate it as Optional[{spelled}].")
         parts: Mapping[str, Any] | None
         if value is MISSING:
             parts = {name: field.default for name, field in self.shape.fields.items()}
         else:
             parts = self.shape.parts(value)
         if parts is None:
-            raise SchemaError(
-                f"{self.where} has a default of type {types.spell(type(value))}; expected "
-                f"{spelled}."
+            raise mistake(
+                f"{self.path} has a default of type {types.spell(type(value))}; expected {spelled}."
             )
         for name, node in self.fields.items():
             node.set_default(parts.get(name, MISSING))
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        parts = self.shape.unpack(source, value, self.where)
+        parts = self.shape.unpack(source, value, self.path)
         for name, node in self.fields.items():
             part = parts(name)
             if isinstance(node, Leaf):
@@ -265,8 +259,8 @@ class Fields(Node):
             names = ", ".join(self.fields)
             expected = f"None, {self.shape.spelled}, or a mapping with the fields {names}"
             raise GradientError(
-                f"{self.op}: backward returned the wrong gradient for input {self.path!r}: "
-                f"expected {expected}, got {type(value).__name__}."
+                f"backward returned the wrong gradient for input {self.path!r}: expected "
+                f"{expected}, got {type(value).__name__}."
             )
         return parts
 
@@ -279,13 +273,12 @@ class Pair(Node):
 
     def __init__(
         self,
-        op: str,
         path: str,
         pair: tuple[Leaf, Leaf],
         encode: Callable[[Any, str], tuple[Any, Any]],
         decode: Callable[[Any, Any, str], Any],
     ) -> None:
-        super().__init__(op, path, pair)
+        super().__init__(path, pair)
         self.pair = pair
         self.encode = encode
         self.decode = decode
@@ -293,20 +286,20 @@ class Pair(Node):
     def set_default(self, value: Any) -> None:
         if value is MISSING:
             return
-        parts = self.encode(value, f"{self.where}: the default")
+        parts = self.encode(value, f"{self.path}: the default")
         for leaf, part in zip(self.pair, parts, strict=True):
             leaf.set_default(part)
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         first, second = (variables[part.name] for part in self.pair)
         encode = source.object(self.encode, f"encode_{self.pair[0].path}")
-        source.line(f"{first}, {second} = {encode}({value}, {self.where!r})")
+        source.line(f"{first}, {second} = {encode}({value}, {source.where(self.path)})")
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         first, second = (part.rebuild(source, variables) for part in self.pair)
         decode = source.object(self.decode, f"decode_{self.pair[0].path}")
         local = source.variable(f"made_{self.pair[0].path}")
-        source.line(f"{local} = {decode}({first}, {second}, {self.where!r})")
+        source.line(f"{local} = {decode}({first}, {second}, {source.where(self.path)})")
         return local
 
     def keys_of_tensors(self) -> Iterator[Leaf]:
@@ -319,7 +312,7 @@ class Pair(Node):
         found, given = values.get(tensors.name), values.get(key.name)
         if not isinstance(found, (list, tuple)) or given is None:
             return found
-        return self.decode(given, found, self.where)
+        return self.decode(given, found, self.path)
 
     def spread(self, value: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         key, tensors = self.pair
@@ -328,8 +321,8 @@ class Pair(Node):
             names = value if given is None else given
             if not set(value) <= set(names):
                 raise GradientError(
-                    f"{self.op}: backward returned the wrong gradient for input {self.path!r}: "
-                    f"expected a dict with the keys {', '.join(names)}; got the keys "
+                    f"backward returned the wrong gradient for input {self.path!r}: expected a "
+                    f"dict with the keys {', '.join(names)}; got the keys "
                     f"{', '.join(map(str, value))}."
                 )
             value = [value.get(name) for name in names]
@@ -342,8 +335,8 @@ class Maybe(Node):
     For an argument, the flag is an additional bool argument of the schema.
     """
 
-    def __init__(self, op: str, flag: Any, inner: Node) -> None:
-        super().__init__(op, inner.path, (flag, inner))
+    def __init__(self, flag: Any, inner: Node) -> None:
+        super().__init__(inner.path, (flag, inner))
         self.flag = flag
         self.inner = inner
 

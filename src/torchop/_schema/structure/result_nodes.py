@@ -41,8 +41,8 @@ class ResultFields(Fields):
         return dict.fromkeys(self.fields, value)  # a single value, used for all fields
 
 
-def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -> Leaf:
-    return Leaf(op, path, path, Kind(schema, unchanged, decode=decode))
+def result_leaf(path: str, schema: str, decode: Encode | None = None) -> Leaf:
+    return Leaf(path, path, Kind(schema, unchanged, decode=decode))
 
 
 class Described(str):
@@ -68,7 +68,6 @@ class Static(Node):
 
     def __init__(
         self,
-        op: str,
         path: str,
         check: Encode,
         *,
@@ -78,7 +77,7 @@ class Static(Node):
         is_number: bool = False,
         describe: Callable[[Any], Iterable[tuple[str, Any]]] | None = None,
     ) -> None:
-        super().__init__(op, path)
+        super().__init__(path)
         self.name = f"{path} (static)"  # a list of optional tensors also has a leaf with this path
         self.check = check
         self.exact = exact
@@ -105,7 +104,7 @@ class Static(Node):
             conditions.append(f"{source.object(type)}({name}) is not {exact}")
         with source.condition(conditions):
             check = source.object(self.check, f"check_{self.path}")
-            source.line(f"{name} = {check}({name}, {self.where!r})")
+            source.line(f"{name} = {check}({name}, {source.where(self.path)})")
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         name = variables[self.name]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchop._compat import opaque_types
-from torchop._errors import ArgumentError, ResultError, SchemaError
+from torchop._errors import ArgumentError, ResultError, mistake
 from torchop._schema import types
 from torchop._schema.kinds import (
     KINDS,
@@ -43,9 +43,7 @@ class UnsupportedTypeError(Exception):
         self.annotation = annotation
 
 
-def build_result(
-    op: str, annotation: Any, path: str = RESULT, inside: tuple[Any, ...] = ()
-) -> Node:
+def build_result(annotation: Any, path: str = RESULT, inside: tuple[Any, ...] = ()) -> Node:
     """Build the tree of a result, or of a field of a result.
 
     Tensors and ints are leaves, which means that they are results in the schema. All other values
@@ -56,41 +54,41 @@ def build_result(
     inner = without_annotated(inner)
     node: Node | None
     node = (
-        _leaf(op, inner, path, optional=optional)
-        or _static(op, annotation, path)
-        or _objects(op, annotation, path)
+        _leaf(inner, path, optional=optional)
+        or _static(annotation, path)
+        or _objects(annotation, path)
     )
     if node is None and optional:
-        node = _maybe(op, build_result(op, inner, path, inside))
-    node = node or _fields(op, annotation, path, inside) or _items(op, annotation, path, inside)
+        node = _maybe(build_result(inner, path, inside))
+    node = node or _fields(annotation, path, inside) or _items(annotation, path, inside)
     if node is None:
         raise UnsupportedTypeError(path, annotation)
     return node
 
 
-def check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
+def check_end(path: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
     if annotation in inside:
         spelled = types.spell(annotation)
-        raise SchemaError(
-            f"{where} is a {spelled} inside a {spelled}, so the schema would be infinite. {verb} "
+        raise mistake(
+            f"{path} is a {spelled} inside a {spelled}, so the schema would be infinite. {verb} "
             "the inner objects in another way."
         )
 
 
-def _leaf(op: str, annotation: Any, path: str, *, optional: bool) -> Leaf | None:
+def _leaf(annotation: Any, path: str, *, optional: bool) -> Leaf | None:
     """Build the node of a tensor, of a list or tuple of tensors, or of an int."""
     if annotation is torch.Tensor:
-        return result_leaf(op, path, "Tensor?" if optional else "Tensor")
+        return result_leaf(path, "Tensor?" if optional else "Tensor")
     if optional:
         return None
     if annotation is int:
         kind = Kind("SymInt", _of_result(KINDS[int].encode), int)
-        return Leaf(op, path, path, kind)
+        return Leaf(path, path, kind)
     container = _container(annotation)
     if container is None or container.item is not torch.Tensor:
         return None
     to_tuple = None if not container.is_tuple else lambda tensors, where: tuple(tensors)
-    return result_leaf(op, path, "Tensor[]", to_tuple)
+    return result_leaf(path, "Tensor[]", to_tuple)
 
 
 def _container(annotation: Any) -> Container | None:
@@ -101,7 +99,7 @@ def _container(annotation: Any) -> Container | None:
     return None if container is None or container.length is not None else container
 
 
-def _items(op: str, annotation: Any, path: str, inside: tuple[Any, ...]) -> Items | None:
+def _items(annotation: Any, path: str, inside: tuple[Any, ...]) -> Items | None:
     """Build the node of a list, tuple or dict with items that no other node describes."""
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is dict and args[0] is str:
@@ -111,16 +109,16 @@ def _items(op: str, annotation: Any, path: str, inside: tuple[Any, ...]) -> Item
         container, item = tuple if listed.is_tuple else list, listed.item
     else:
         return None
-    node = build_result(op, item, f"{path}[*]", inside)
+    node = build_result(item, f"{path}[*]", inside)
     for leaf in node.leaves():
         if is_by_reference(leaf.kind.schema):
-            raise SchemaError(
-                f"{op}: {leaf.path} is an object that is passed by reference, which cannot be a "
-                "field of a structure in a list, or an item of a dict. Return a list of objects."
+            raise mistake(
+                f"{leaf.path} is an object that is passed by reference, which cannot be a field of "
+                "a structure in a list, or an item of a dict. Return a list of objects."
             )
         if leaf.is_tensor:  # the dispatcher checks the items too, but cannot name their paths
             _check_tensors(leaf)
-    return Items(op, path, node, container)
+    return Items(path, node, container)
 
 
 def _check_tensors(leaf: Leaf) -> None:
@@ -131,7 +129,7 @@ def _check_tensors(leaf: Leaf) -> None:
     leaf.checked = True
 
 
-def _objects(op: str, annotation: Any, path: str) -> Leaf | Static | None:
+def _objects(annotation: Any, path: str) -> Leaf | Static | None:
     """Build the node of an object of an opaque type, or of a list or tuple of such objects."""
     kind = leaf_kind(annotation)
     if kind is None or not is_object(kind):
@@ -141,9 +139,8 @@ def _objects(op: str, annotation: Any, path: str) -> Leaf | Static | None:
     cls = types.strip_optional(inner if container is None else container.item)[0]
     if opaque_types.is_by_value(cls):
         if container is None:
-            return Static(op, path, check, is_optional=optional)
+            return Static(path, check, is_optional=optional)
         return Static(
-            op,
             path,
             lambda values, where: tuple(check(values, where)),
             is_optional=optional,
@@ -152,12 +149,12 @@ def _objects(op: str, annotation: Any, path: str) -> Leaf | Static | None:
     schema = f"{kind.schema}{'?' * optional}"
     is_tuple = container is not None and container.is_tuple
     decode = (lambda objects, where: tuple(objects)) if is_tuple else None
-    leaf = Leaf(op, path, path, Kind(schema, check, decode=decode))
+    leaf = Leaf(path, path, Kind(schema, check, decode=decode))
     leaf.is_optional = optional
     return leaf
 
 
-def _maybe(op: str, inner: Node) -> Maybe:
+def _maybe(inner: Node) -> Maybe:
     for leaf in inner.leaves():
         if leaf.kind.schema == "Tensor":
             leaf.kind = leaf.kind._replace(schema="Tensor?")
@@ -166,29 +163,28 @@ def _maybe(op: str, inner: Node) -> Maybe:
         elif leaf.kind.schema == "SymInt":
             leaf.default = 0  # returned in place of the number if the structure is None
     flag = Static(
-        op,
         inner.path,
         lambda value, where: value,
         exact=bool,
         describe=lambda given: [(inner.path, Described("not None" if given else "None"))],
     )
     flag.name = f"{inner.path} (given)"  # a static part of the structure may have the same path
-    return Maybe(op, flag, inner)
+    return Maybe(flag, inner)
 
 
-def _fields(op: str, annotation: Any, path: str, inside: tuple[Any, ...]) -> Node | None:
+def _fields(annotation: Any, path: str, inside: tuple[Any, ...]) -> Node | None:
     shape = result_shape(annotation)
     if shape is None:
         return None
-    check_end(f"{op}: {path}", annotation, inside, "Return")
+    check_end(path, annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
         # Join the names instead of using an f-string, because a field's name may be an instance of
         # a str subclass that overrides `__format__`, which an f-string would call.
         is_tuple = typing.get_origin(annotation) is tuple
         place = f"{path}[{name}]" if is_tuple else ".".join((path, name))
-        nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
-    return ResultFields(op, path, nodes, shape)
+        nodes[name] = build_result(field.annotation, place, (*inside, annotation))
+    return ResultFields(path, nodes, shape)
 
 
 _SINGLE = ("float", "bool", "str", "Scalar", "ScalarType", "Device", "Layout", "MemoryFormat")
@@ -196,7 +192,7 @@ _LISTS = ("SymInt[]", "float[]", "bool[]", "str[]", "Scalar[]")
 _NUMBERS = ("float", "Scalar", "float[]", "Scalar[]")
 
 
-def _static(op: str, annotation: Any, path: str) -> Static | None:
+def _static(annotation: Any, path: str) -> Static | None:
     """Build the node of a value that is not a tensor or an int, such as a string or a dtype."""
     kind = leaf_kind(annotation)
     is_int = types.strip_optional(annotation)[0] is int
@@ -214,7 +210,6 @@ def _static(op: str, annotation: Any, path: str) -> Static | None:
     if is_list and not (container is not None and container.is_tuple):
         rebuild = torch.Size if container is None else list
     return Static(
-        op,
         path,
         _of_result(value_of),
         exact=None if is_list else kind.exact,

@@ -35,11 +35,11 @@ class Shape:
         self.qualified = qualified or spelled
         self.fields = fields
 
-    def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+    def unpack(self, source: Source, value: str, path: str) -> Callable[[str], str]:
         """Emit code that checks the type of an object.
 
-        `value` is a Python expression for the object. Return a function that maps the name of a
-        field to a Python expression for the field.
+        `value` is a Python expression for the object, and `path` names it in errors. Return a
+        function that maps the name of a field to a Python expression for the field.
         """
         raise NotImplementedError
 
@@ -63,9 +63,9 @@ class TupleShape(Shape):
     def __init__(self, items: Iterable[Any]) -> None:
         super().__init__("tuple", {str(index): Field(item) for index, item in enumerate(items)})
 
-    def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+    def unpack(self, source: Source, value: str, path: str) -> Callable[[str], str]:
         check = source.object(check_tuple)
-        source.line(f"{check}({value}, {len(self.fields)}, {where!r})")
+        source.line(f"{check}({value}, {len(self.fields)}, {source.where(path)})")
         return lambda index: f"{value}[{index}]"
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
@@ -94,13 +94,13 @@ class ClassShape(Shape):
         self.cls = cls
         self.is_of_result = is_of_result
 
-    def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+    def unpack(self, source: Source, value: str, path: str) -> Callable[[str], str]:
         # Reject subclasses, because the operator would rebuild an instance of the base class and
         # lose the extra fields.
         wrong = wrong_result if self.is_of_result else wrong_type
         with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
-            error = f"{source.object(wrong)}({where!r}, {source.object(self.spelled)}, {value})"
-            source.line(f"raise {error}")
+            arguments = f"{source.where(path)}, {source.object(self.spelled)}, {value}"
+            source.line(f"raise {source.object(wrong)}({arguments})")
         return functools.partial(source.attribute, value)
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:

@@ -37,11 +37,12 @@ class Source:
     Generated code is used because a loop over the arguments would be slower, and Dynamo would have
     to unroll the loop.
 
-    Tracebacks show `title` in place of a file name.
+    Tracebacks show `title` and the name of the operator in place of a file name.
     """
 
-    def __init__(self, title: str, parameters: Iterable[str] = ()) -> None:
-        self._file = f"<torchop: {title}>"
+    def __init__(self, op: object, title: str, parameters: Iterable[str] = ()) -> None:
+        self.op = op
+        self._file = f"<torchop: {title} of {op}>"
         self._lines: list[str] = []
         self._indent = 0
         self._parameters = frozenset(parameters)
@@ -93,6 +94,10 @@ class Source:
         name = self.variable(f"_{hint or getattr(value, '__name__', 'value')}")
         self._objects[name] = value
         return name
+
+    def where(self, path: str) -> str:
+        """Return a literal that error messages start with, such as `'lib::crop: cfg.box'`."""
+        return repr(f"{self.op}: {path}")
 
     def attribute(self, value: str, name: str) -> str:
         if is_plain(name):

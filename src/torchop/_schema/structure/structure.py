@@ -40,12 +40,12 @@ class Structure:
         overload: the flat operator, once it is defined.
     """
 
-    def __init__(self, tree: FunctionTree) -> None:
-        self.op = tree.op
+    def __init__(self, op: object, tree: FunctionTree) -> None:
+        self.op = op
         self.function = tree.function
         self.parameters = tree.parameters
         self.returns_objects = tree.result is not None
-        self.result = tree.result or result_leaf(tree.op, "the result", "Tensor")
+        self.result = tree.result or result_leaf("the result", "Tensor")
         self.positional, self.keyword_only = tree.positional, tree.keyword_only
         self.flat_signature = self._flat_signature()
         shape = getattr(self.result, "shape", None)
@@ -58,12 +58,12 @@ class Structure:
         self.layouts = None
         if self._statics:
             places = [static.path for static in self.result.statics()]
-            self.layouts = Layouts(tree.op, places)
+            self.layouts = Layouts(op, places)
         # The results of the flat operator. If the author's result has parts that are not tensors,
         # the last one is the number of the layout.
         self._flat = [leaf.name for leaf in self.result.leaves()]
         self._flat += [_LAYOUT] * bool(self._statics)
-        self.decisions = Decisions(tree.op, [n.path for n in self.result.leaves()], self._layout_of)
+        self.decisions = Decisions(op, [n.path for n in self.result.leaves()], self._layout_of)
         self.overload: Callable[..., Any] | None = None
         self.on_deregister: Callable[[], None] | None = None
         self._bind: Callable[..., Any] | None = None
@@ -163,8 +163,11 @@ class Structure:
                 f"{', '.join(parameter.name for parameter in inputs)}."
             )
         flat: dict[str, Any] = {}
-        for parameter, gradient in zip(inputs, gradients, strict=False):
-            flat |= parameter.node.spread(gradient, statics)
+        try:
+            for parameter, gradient in zip(inputs, gradients, strict=False):
+                flat |= parameter.node.spread(gradient, statics)
+        except GradientError as error:
+            raise GradientError(f"{self.op}: {error}") from None
         return flat
 
     def gather_result(self, flat: Any) -> Any:
@@ -210,7 +213,7 @@ class Structure:
         object that `custom_op` returns). If `is_flat` is true, the function returns the flat
         result, and `invalidate` does not change the function.
         """
-        source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
+        source, variables = self._source(f"{'flat ' * is_flat}call")
         name = f"{name}"  # a plain str, because `__name__` may be an instance of a subclass
         written_name = source.variable(name if name.isidentifier() else "call")
         called = source.object(overload, "operator")
@@ -332,7 +335,7 @@ class Structure:
         The wrapper rebuilds the objects from the flat arguments and passes them to `function`. If
         `what` is "kernel", the wrapper also flattens the result.
         """
-        source, variables = self._source(f"{what} of {self.op}", flat=True)
+        source, variables = self._source(what, flat=True)
         function = source.variable("function")
         with source.block(f"def bind({function}):"):
             with source.block(f"def kernel{_written(self.flat_signature, source)}:"):
@@ -374,7 +377,7 @@ class Structure:
     @functools.cached_property
     def rebuilt_result(self) -> Callable[[Any], Any]:
         """The function that converts the flat operator's result to the author's result."""
-        source = Source(f"result of {self.op}", ("result",))
+        source = Source(self.op, "result", ("result",))
         with source.block("def rebuilt(result):"):
             self._write_return(source, "result")
         return source.function("rebuilt")
@@ -382,7 +385,7 @@ class Structure:
     @functools.cached_property
     def flat_result(self) -> Callable[[Any], Any]:
         """The function that converts the author's result to the flat operator's result."""
-        source = Source(f"flat result of {self.op}", ("returned",))
+        source = Source(self.op, "flat result", ("returned",))
         with source.block("def flat(returned):"):
             self._write_flat_return(source, "returned")
         return source.function("flat")
@@ -397,7 +400,7 @@ class Structure:
         Otherwise, they are the parameters of the author's function.
         """
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
-        source = Source(title, names)
+        source = Source(self.op, title, names)
         variables = {}
         for leaf in self.leaves:
             is_parameter = leaf.name == leaf.path and leaf.name in names

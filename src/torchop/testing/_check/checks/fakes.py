@@ -377,7 +377,7 @@ def _compiled(subject: Subject) -> Iterator[Any]:
 def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
     """Does an exported program keep sizes dynamic?"""
     subject.needs_fake()
-    if subject.operator.schema.passes_objects:
+    if subject.operator.schema.object_types:
         raise CannotCheck("torch.export cannot store objects of opaque types")
     subject.needs_fixed_results()
     for example in subject.strided("torch.export supports strided tensors,")[:1]:
