@@ -11,13 +11,13 @@ inline bool is_usable(PyObject* plan) {
 }
 
 // RAII guard that gets the plan for a call, compiling it if necessary. With the GIL, it owns a
-// reference to the plan, while in free-threaded Python plans are never freed. If the operator was
-// deregistered or the plan could not be compiled, the guard converts to false, and an exception is
-// set.
+// reference to the plan. In free-threaded Python it needs none, because plans are never freed
+// there. If the operator was deregistered or the plan could not be compiled, the guard converts to
+// false and sets a Python exception.
 class CurrentPlan {
  public:
-  // No Python code may run between the last check and taking the reference. It might release the
-  // GIL, and another thread could then replace the plan or deregister the operator.
+  // No Python code may run between the last check and taking the reference. It could release the
+  // GIL, so that another thread replaces the plan or deregisters the operator.
   explicit CurrentPlan(Entry& entry) {
     PyObject* plan;
     while (C10_UNLIKELY(!is_usable(plan = entry.plan.load(std::memory_order_acquire)))) {

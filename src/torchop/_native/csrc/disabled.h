@@ -9,8 +9,8 @@ namespace torchop {
 // The number of open blocks in all threads. While it is 0, calls need not look up their thread.
 inline std::atomic<int> disabled_blocks{0};
 
-// Returns the number of open blocks in this thread. In a thread of the autograd engine, returns the
-// number in the thread that called `backward()`.
+// Returns the number of open blocks in this thread, or, in a thread of the autograd engine, in the
+// thread that called `backward()`.
 inline long open_here() {
   PyObject* count = get_obj_in_tls("torchop_blocks");
   return count == nullptr ? 0 : PyLong_AsLong(count);
@@ -22,10 +22,10 @@ inline bool is_disabled() {
 
 // Opens `by` blocks in this thread, or closes blocks if `by` is negative.
 inline void change_blocks(int by) {
-  // Each thread stores the number of its open blocks as a Python object. PyTorch acquires the GIL
-  // to free this object when the thread ends, but acquiring the GIL during finalization of the
-  // interpreter would abort the process. So if no blocks are open, store an object that all threads
-  // share and that is never freed.
+  // Each thread stores the number of its open blocks as a Python object. When the thread ends,
+  // PyTorch acquires the GIL to free this object, which would abort the process during finalization
+  // of the interpreter. So if no blocks are open, store an object that all threads share and that
+  // is never freed.
   static const auto& none = *new SafeObject(make_safe_object(PyLong_FromLong(0)));
   disabled_blocks += by;
   const long open = std::max(open_here() + by, 0L);

@@ -18,9 +18,9 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
 }
 
-// A kernel that was registered from Python is a PythonKernelHolder
-// (torch/csrc/utils/python_dispatch.cpp). This class is not declared in any header, so
-// `probe_kernels` finds out the address of its vtable and the offset of the Python function.
+// Kernels that were registered from Python are of the class PythonKernelHolder
+// (torch/csrc/utils/python_dispatch.cpp). No header declares this class, so `probe_kernels` finds
+// the address of its vtable and the offset of the Python function.
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
@@ -28,7 +28,7 @@ size_t holder_offset = 0;
 // the function (a SafePyObject of two words) and the dispatch key.
 size_t keys_flag_offset = 0;
 
-// PyTorch's autograd fallback, basicAutogradNotImplementedFallback, which just redispatches if no
+// PyTorch's autograd fallback, basicAutogradNotImplementedFallback. It only redispatches if no
 // input requires grad.
 c10::KernelFunction autograd_fallback;
 const void* autograd_fallback_function = nullptr;
@@ -94,8 +94,8 @@ bool is_only_reference(const c10::KernelFunction& kernel) {
 
 namespace {
 
-// Finds the vtable of PythonKernelHolder and the offset of its function, by searching the CPU
-// kernel of `op` for `function`.
+// Finds the vtable of PythonKernelHolder and the offset of its function. To do so, searches the CPU
+// kernel of `op` for a pointer to `function`.
 bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
@@ -108,8 +108,8 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
     autograd_fallback = fallback;
     autograd_fallback_function = boxed_function(fallback);
   }
-  // The function comes after the vtable pointer and the reference counts. The object is larger than
-  // the range that we search, so all reads are in bounds.
+  // The function comes after the vtable pointer and the reference counts. All reads are in bounds,
+  // because the object is larger than the range that we search.
   constexpr size_t last = 4 * sizeof(void*);
   for (size_t offset = sizeof(void*); offset <= last; offset += sizeof(void*)) {
     if (word_at(functor, offset) == function) {
@@ -167,7 +167,7 @@ bool is_plain(c10::BackendComponent backend) {
     case c10::BackendComponent::MetaBit: // calls with meta tensors run the fake kernel
     case c10::BackendComponent::XLABit:  // XLA and Lazy record calls and run them later
     case c10::BackendComponent::LazyBit:
-    case c10::BackendComponent::PrivateUse2Bit: // PyTorch does not use these, so neither do we
+    case c10::BackendComponent::PrivateUse2Bit: // PyTorch itself does not use these two
     case c10::BackendComponent::PrivateUse3Bit:
       return false;
     default:
@@ -238,8 +238,8 @@ Route find_route(
     const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
   // Remove the keys with a fallthrough kernel, as DispatchKeyExtractor does. For a few operators,
-  // the mask of these keys depends on the backend, so the loop skips their fallthrough kernels
-  // instead.
+  // the mask of these keys depends on the backend. In that case, skip the fallthrough kernels in
+  // the loop instead.
   const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
   if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
     keys = keys & member_of(NonFallthrough{}, extractor);
@@ -272,8 +272,8 @@ Route find_route(
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
-        // Check that the kernel takes only the arguments, because the same function may also be
-        // registered at this key with `with_keyset=True`.
+        // Check again that the kernel takes only the arguments, because the same function may have
+        // been registered with `with_keyset=True` at this key.
         if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;
         route.kernel = function;

@@ -1,6 +1,6 @@
 // dispatch.h: find out from an operator's dispatch table which kernels the dispatcher would run for
-// a call. PyTorch does not notify us of changes to the table, so we read it in each call and cache
-// nothing.
+// a call. PyTorch does not notify us when the table changes, so we read it in each call instead of
+// caching the result.
 #pragma once
 
 #include <Python.h>
@@ -41,7 +41,7 @@ inline bool is_plain_tensor(PyObject* value) {
   return Py_TYPE(value) == tensor_type || Py_TYPE(value) == parameter_type;
 }
 
-// Unlike isinstance, this never runs Python code, because it does not read `__class__`.
+// Unlike isinstance, this does not read `__class__`, so it never runs Python code.
 inline bool is_tensor(PyObject* value) {
   return is_plain_tensor(value) || PyType_IsSubtype(Py_TYPE(value), tensor_type);
 }
@@ -57,7 +57,8 @@ inline const torch::autograd::AutogradMeta* autograd_meta_of(const at::TensorImp
 }
 
 // Adds the properties of a plain tensor to `seen`. If `below_autograd` is true, the Autograd keys
-// are excluded, so requires_grad and tangents do not affect the call and are not read.
+// are excluded, so there is no need to read requires_grad and tangents, which do not affect the
+// call.
 template <bool below_autograd>
 inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
   at::TensorImpl* impl = impl_of(tensor);
@@ -78,13 +79,13 @@ inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
 
 bool is_python_kernel(const c10::KernelFunction& kernel);
 
-// Returns the function of a Python kernel (borrowed), or nullptr for other kernels. For a bypass (a
-// C++ kernel that overrides a Python kernel, see bypass.h), returns the overridden function.
+// Returns the function of a Python kernel (borrowed), or nullptr for other kernels. A bypass is a
+// C++ kernel that overrides a Python kernel (see bypass.h), so for a bypass, returns the overridden
+// function.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
 // Replaces the function of a Python kernel, and releases the reference to the old function. This is
-// safe because running calls only read the function while they hold the GIL. No-op for other
-// kernels.
+// safe because calls read the function only while they hold the GIL. No-op for other kernels.
 void replace_python_function(const c10::KernelFunction& kernel, PyObject* function);
 
 // Returns whether `kernel` has a functor that no other KernelFunction references.
@@ -95,25 +96,25 @@ bool is_only_reference(const c10::KernelFunction& kernel);
 // instead.
 const c10::KernelFunction& autograd_fallback_kernel();
 
-// Infers the memory layout of PyTorch's class PythonKernelHolder, which is not declared in any
-// header, by inspecting the kernels of two operators. Each operator has a single kernel `function`,
-// for CPU, which for `with_keys` was registered with `with_keyset=True`. If the layout is not as
+// Infers the memory layout of PyTorch's class PythonKernelHolder, which no header declares, from
+// the kernels of two operators. Each operator has a single kernel, `function`, which is registered
+// for CPU. For `with_keys`, it is registered with `with_keyset=True`. If the layout is not as
 // expected, returns false, and the extension must not make native calls.
 bool probe_kernels(
     const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function);
 
-// Returns whether a kernel is a Python function that receives just the arguments of the call.
-// Kernels registered with `with_keyset=True` also receive the dispatch keys, and fallback kernels
-// also receive the operator.
+// Returns whether a kernel is a Python function that receives only the arguments of the call. In
+// contrast, kernels registered with `with_keyset=True` also receive the dispatch keys, and fallback
+// kernels also receive the operator.
 bool takes_just_arguments(const c10::KernelFunction& kernel);
 
-// Returns the dispatch table of an operator. PyTorch frees the table when code other than torchop
+// Returns the dispatch table of an operator. PyTorch frees the table if code other than torchop
 // resets the operator's library, so check `is_deregistered` (entry.h) first. Registrations in other
 // threads may modify the table at any time (see lifetime.h).
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 
-// torchop's own kernels in an operator's dispatch table. Native calls skip these kernels because
-// they do the same work in C++. They are Python functions borrowed from the call plan, or nullptr.
+// torchop's own kernels in an operator's dispatch table. Native calls skip these kernels and do the
+// same work in C++. Each is a Python function borrowed from the call plan, or nullptr.
 struct OwnKernels {
   PyObject* autograd = nullptr;
   PyObject* version_counter = nullptr;
@@ -148,22 +149,23 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
   if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
     return Reason::Mode;
-  // If Dense is excluded, most calls have no kernel, so let the dispatcher raise the error.
+  // If Dense is excluded, most calls have no kernel, so fall back to raise the dispatcher's error.
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Mode;
   // While a TorchDispatchMode handles a call, PyTorch excludes PythonTLSSnapshot and the functorch
-  // keys. Use the dispatcher, because torchop's Python kernels restore these keys, which a native
-  // call would not do.
+  // keys. torchop's Python kernels restore these keys, but a native call would not, so use the
+  // dispatcher.
   if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
     return Reason::Mode;
-  // Check for profilers as the dispatcher does. at::hasCallbacks() would take a lock and 40 ns.
+  // Check for profilers in the same way as the dispatcher. at::hasCallbacks() takes a lock and 40
+  // ns.
   if (C10_UNLIKELY(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()))
     return Reason::Profiler;
   if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
     return Reason::FunctionMode;
-  // This flag makes PyTorch skip only the next check for `__torch_function__`. Native calls make no
-  // such check, so the flag would stay set and affect an operator that the kernel calls. Use the
-  // dispatcher, which makes the check and resets the flag.
+  // This flag makes PyTorch skip the next check for `__torch_function__`. Native calls make no such
+  // check, so the flag would stay set and affect an operator that the kernel calls. The dispatcher
+  // makes the check and resets the flag, so use the dispatcher.
   if (C10_UNLIKELY(skips_torch_functions()))
     return Reason::FunctionMode;
   return Reason::Native;
@@ -174,14 +176,13 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
 bool has_plain_keys(const at::TensorImpl& impl);
 
 // Returns the reason why a call with these tensors cannot be native, or Reason::Native if it can.
-// It can be native only if all tensors are dense, have no tangents, and are on the same supported
-// backend.
+// All tensors must be dense, without tangents, and on the same supported backend.
 Reason tensors_reason(const TensorSummary& seen);
 
 std::vector<DispatchKey> plain_backend_keys();
 
-// Finds the kernel that would compute the result, without running any kernels. Follows the
-// dispatcher from kernel to kernel, but skips the kernels in `own` and PyTorch's autograd fallback,
+// Finds the kernel that would compute the result, without running any kernel. Looks up the same
+// kernels as the dispatcher, but skips the kernels in `own` and PyTorch's autograd fallback,
 // because these only redispatch. `Route::reason` is Native if a native call can run the kernel.
 Route find_route(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);
 

@@ -40,8 +40,8 @@ void raise_deregistered(Entry& entry) {
   THPObjectPtr kind(gone_error());
   if (!kind)
     return;
-  // If the operator was deregistered through torchop, `refresh` raises an error with the reason. If
-  // a torch.library.Library was destroyed instead, the reason is unknown.
+  // If the operator was deregistered through torchop, `refresh` raises an error with the reason.
+  // Otherwise, a torch.library.Library was destroyed, and the reason is unknown.
   if (!refresh_plan(entry) && PyErr_ExceptionMatches(kind.get()))
     return;
   PyErr_Clear();
@@ -75,7 +75,8 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards `observer`. Must be released before calling the observer, which may replace itself.
+// Guards `observer`. Release it before calling the observer, because the observer may replace
+// itself.
 std::mutex observer_mutex;
 
 } // namespace
@@ -91,9 +92,10 @@ void exchange_observer(PyObject* given) {
 
 namespace {
 
-// Raises an error for a call that passes a tensor for a number, and returns false. The dispatcher
-// would convert the tensor, silently dropping its gradient and the fraction of a float, and would
-// fail in a compiled function. Returns true if another overload of the packet takes the tensor.
+// Raises an error if a call passes a tensor where the schema declares a number, and returns false.
+// The dispatcher would convert the tensor, silently dropping its gradient and the fraction of a
+// float, and would fail in a compiled function. If another overload of the packet accepts the
+// tensor, returns true.
 __attribute__((noinline, cold)) bool refuse_tensor(
     Entry& entry, bool is_packet, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   if (entry.refresh == nullptr)
@@ -107,8 +109,8 @@ __attribute__((noinline, cold)) bool refuse_tensor(
   return result.get() != nullptr;
 }
 
-// Calls the observer for a call that is about to fall back to the dispatcher. If the observer
-// deregisters the operator, returns false with an OperatorGoneError set.
+// Calls the observer before a call falls back to the dispatcher. If the observer deregisters the
+// operator, returns false with an OperatorGoneError set.
 __attribute__((noinline, cold)) bool call_observer(
     Entry& entry, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   WithoutDynamo frames;
@@ -135,9 +137,8 @@ __attribute__((noinline, cold)) bool call_observer(
 
 // If a call found a kernel in the dispatch table that is not in the plan, clears the plan, so that
 // the next call compiles a new one. PyTorch does not notify us when another package registers a
-// kernel, so we find out only in a call. The new plan may not support the kernel either, and
-// compiling a plan in every call would be slow, so we clear the plan only after 1, 2, 4, 8, ...
-// such calls.
+// kernel, so we only find out during a call. The new plan may not support the kernel either, so to
+// avoid compiling a plan in every call, clears the plan only after 1, 2, 4, 8, ... such calls.
 __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
   const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
@@ -174,8 +175,8 @@ __attribute__((noinline)) PyObject* dispatch_call(
     result = PyObject_Vectorcall(dispatch, args, nargsf, keywords);
   if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
-  // The operator has been deregistered in the meantime, so the dispatcher may have raised an
-  // internal assert. Replace it with a better error.
+  // The operator was deregistered during the call, so the dispatcher may have failed with an
+  // internal assert. Raise a better error instead.
   if (PyErr_Occurred() == nullptr)
     raise_deregistered(entry);
   else if (PyErr_Occurred() == PyExc_RuntimeError)
@@ -185,13 +186,12 @@ __attribute__((noinline)) PyObject* dispatch_call(
 
 } // namespace
 
-// The attribute `flatten` inlines all calls in this function. Otherwise, each return from a C++
-// function would be mispredicted after the kernel has run, because the calls that the kernel makes
-// evict our return addresses from the CPU's return stack buffer. Functions for rare cases are
-// `noinline`.
+// The attribute `flatten` inlines all calls in this function. The calls that a kernel makes evict
+// our return addresses from the CPU's return stack buffer, so without inlining, each return from a
+// C++ function after the kernel would be mispredicted. Functions for rare cases are `noinline`.
 //
-// `no_sanitize("null")` is for the first exception handler. A forced unwind has no exception
-// object, so UBSan would report that the handler binds a reference to null.
+// The first exception handler needs `no_sanitize("null")`. A forced unwind has no exception object,
+// so UBSan would report that the handler binds a reference to null.
 __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -216,9 +216,9 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
     result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
 #ifdef __GLIBCXX__
   } catch (const abi::__forced_unwind&) {
-    // If a daemon thread acquires the GIL after the interpreter was finalized, CPython calls
-    // pthread_exit to unwind the thread's stack. From here on, we must not touch any Python object,
-    // and we must rethrow the exception, or the process would be aborted.
+    // A daemon thread tried to acquire the GIL after the interpreter was finalized, so CPython
+    // called pthread_exit, which unwinds the thread's stack. We must not touch any Python object
+    // anymore, and must rethrow the exception, or the process would be aborted.
     plan.abandon();
     throw;
 #endif
@@ -235,8 +235,8 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   if (C10_UNLIKELY(observer != nullptr) && entry.counters[size_t(reason)] == 1 &&
       !call_observer(entry, args, nargsf, keywords))
     return nullptr;
-  // Do not reject tensors for numbers in operators of other packages or of the low level, because
-  // calls to them must behave as without torchop.
+  // Do not reject tensors for numbers in operators of other packages or of torchop's low level
+  // (`torchop.Library`), because calls to them must behave as they do without torchop.
   if ((*plan).is_foreign)
     recompile_for_unknown_kernel(entry, reason);
   else if (
@@ -321,8 +321,8 @@ PyObject* get_dispatch(PyObject* self, void*) {
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  // Store the Lifetime now, while the operator that `value` calls is still registered. Later, the
-  // name may belong to another operator.
+  // Store the Lifetime while the operator that `value` calls is still registered. Later, another
+  // operator may have the same name.
   if (entry_of(self).lifetime == nullptr) {
     THPObjectPtr name = checked(PyObject_Str(entry_of(self).name));
     const char* text = PyUnicode_AsUTF8(name.get());

@@ -1,5 +1,5 @@
-// entry.h: the Entry object of an operator. It receives all calls to the operator, from the handle
-// (the object that `torchop.custom_op` returns) and from torch.ops.
+// entry.h: the Entry object of an operator. It receives all calls to the operator, whether they
+// come from the handle (the object that `torchop.custom_op` returns) or from torch.ops.
 #pragma once
 
 #include <Python.h>
@@ -11,8 +11,8 @@
 
 namespace torchop {
 
-// The handle and the objects in torch.ops share one Entry. Each registration resets `plan` (see
-// plan.h), so that the next call compiles a new plan.
+// The handle and the objects in torch.ops share one Entry. Each registration for the operator
+// resets `plan` (see plan.h), so the next call compiles a new one.
 struct Entry {
   PyObject_HEAD
 
@@ -27,17 +27,16 @@ struct Entry {
 };
 
 extern PyTypeObject* entry_type;
-// A Python function that logs calls that fall back to the dispatcher, or nullptr if logging is
-// disabled. It is called just before the call falls back, once per operator and reason. Owned, and
-// guarded by `observer_mutex`.
+// A Python function that logs calls before they fall back to the dispatcher, once per operator and
+// reason. It is nullptr if logging is disabled. Owned, and guarded by `observer_mutex`.
 extern std::atomic<PyObject*> observer;
 // Sets the observer, or removes it if `given` is nullptr. Takes a new reference.
 void exchange_observer(PyObject* given);
 
-// Runs a call, natively if possible. Otherwise calls `dispatch`, or `entry.dispatch` if `dispatch`
-// is nullptr. In a call to an OpOverloadPacket, `entry` belongs to one overload, and `next` is the
-// Operator of the following overload, or nullptr. If PyTorch would skip this overload because the
-// arguments do not match its schema (see resolution.h), calls `next` instead.
+// Runs a call natively if possible, and otherwise falls back to `dispatch`, or to `entry.dispatch`
+// if `dispatch` is nullptr. In a call to an OpOverloadPacket, `entry` belongs to one overload, and
+// `next` is the Operator of the following overload, or nullptr. If PyTorch would skip this overload
+// because the arguments do not match its schema (see resolution.h), calls `next` instead.
 PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -46,12 +45,12 @@ PyObject* call_entry(
     size_t nargsf,
     PyObject* keywords);
 
-// Compiles a new plan. Returns false, with an exception set, if the operator was deregistered.
-// Since this runs Python code, the new plan may already be outdated when the function returns.
+// Compiles a new plan. If the operator was deregistered, returns false with an exception set. Since
+// this runs Python code, the new plan may already be outdated when the function returns.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-// Check this before reading the operator's dispatch table, because PyTorch frees the table when
-// code other than torchop resets the library.
+// Check this before reading the operator's dispatch table, because PyTorch frees the table if code
+// other than torchop resets the library that defines the operator.
 inline bool is_deregistered(const Entry& entry) {
   return entry.lifetime != nullptr && !entry.lifetime->load(std::memory_order_relaxed);
 }
@@ -61,9 +60,9 @@ PyObject* gone_error();
 
 __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
-// If the current exception is a RuntimeError, calls the Python method `callee._explain_refusal` and
-// raises the exception that it returns, unless it returns None. `callee` is a handle. `keywords`
-// contains the names of the call's keyword arguments, or is nullptr.
+// If the current exception is a RuntimeError, calls the Python method `_explain_refusal` of the
+// handle `callee`, and replaces the exception with the one that the method returns, if any.
+// `keywords` contains the names of the call's keyword arguments, or is nullptr.
 __attribute__((noinline, cold)) void explain_refusal(PyObject* callee, PyObject* keywords);
 
 bool add_entry_type(PyObject* module);

@@ -7,7 +7,7 @@
 
 namespace torchop {
 
-// Kept out of line, because a throw expression compiles to a lot of code.
+// Not inline, because a throw expression compiles to a lot of code.
 [[noreturn]] __attribute__((noinline, cold)) inline void throw_python_error() {
   throw python_error();
 }

@@ -18,8 +18,8 @@ inline PyObject* as_bool(bool value) {
   return Py_NewRef(value ? Py_True : Py_False);
 }
 
-// Faster than torch::autograd::impl::gradient_edge, which needs three calls to check whether the
-// tensor is a view.
+// Equivalent to torch::autograd::impl::gradient_edge, but faster, because that function needs three
+// calls to check whether the tensor is a view.
 inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
@@ -34,9 +34,9 @@ inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
 }
 
 // The inputs of an autograd node. If the operator has list arguments, `edges` and the other vectors
-// have one item per tensor in a list, whereas `need_grad` contains nested lists. The functions for
-// rare cases are `noinline`, because the attribute `flatten` of `record` (autograd.cpp) would
-// otherwise inline them.
+// have one item per tensor in a list, but `need_grad` contains nested lists. The functions for rare
+// cases are `noinline`, because the attribute `flatten` of `record` (autograd.cpp) would otherwise
+// inline them.
 struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
@@ -44,10 +44,10 @@ struct Inputs {
   std::vector<torch::autograd::VariableInfo> infos; // only compiled autograd reads these
   // The tensors themselves, only filled if the kernel may return an input
   torch::autograd::variable_list variables;
-  // How to restore the list arguments, or nullptr if there are none. For gradient formulas that
-  // were registered with torchop, `layout` contains the length of each list. For formulas that were
-  // registered with torch.library, `metadata` is a function that computes `ctx._pt_metadata` from
-  // the result.
+  // These describe how to restore the list arguments, and are nullptr if there are none. For
+  // gradient formulas that were registered with torchop, `layout` contains the length of each list.
+  // For formulas that were registered with torch.library, `metadata` is a function that computes
+  // `ctx._pt_metadata` from the result.
   THPObjectPtr layout, metadata;
 
   Inputs(const Values& values, const Gradient& gradient)
@@ -85,9 +85,9 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // Adds the arguments that the dispatcher would pass, for torch.library's formulas. As in
-  // torch/_library/autograd.py, the metadata is an additional input. We pass None for it, and the
-  // backward formula returns None for it.
+  // For torch.library's formulas: adds the arguments that the dispatcher would pass. As in
+  // torch/_library/autograd.py, the node has an additional input for the metadata. The input is
+  // None, and so is the gradient that the formula returns for it.
   template <class Item>
   __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
@@ -198,7 +198,7 @@ struct Outputs {
   }
 
   // Returns whether each item of a result is a separate output of the node. torch.library flattens
-  // a list only if it contains nothing but tensors and the operator also has list arguments.
+  // a list only if all of its items are tensors and the operator has list arguments, too.
   static bool is_flattened(const Gradient& gradient, PyObject* value) {
     if (!PyList_Check(value))
       return false;

@@ -1,9 +1,9 @@
 // frames.h: prevent Dynamo from tracing kernels, i.e. the Python functions that native calls run.
 //
 // Inside a frame that Dynamo has compiled, Dynamo's eval-frame callback is active, so Dynamo would
-// also trace the kernels that native calls run. torchop's own functions are marked so that Dynamo
-// skips them. But kernels cannot be marked, because their authors may want to compile the same
-// functions themselves. So native calls disable the callback instead.
+// also trace the kernels that native calls run. torchop marks its own functions so that Dynamo
+// skips them. It cannot mark kernels, because their authors may want to compile the same functions
+// themselves, so native calls disable the callback instead.
 #pragma once
 
 #include <Python.h>
@@ -16,8 +16,8 @@ inline PyObject* set_eval_frame = nullptr;
 // The main interpreter, which is the only one because PyTorch does not support subinterpreters.
 inline PyInterpreterState* interpreter = nullptr;
 
-// RAII guard that disables Dynamo's callback in this thread. If Dynamo was never used, this costs
-// only one comparison.
+// RAII guard that disables Dynamo's callback in this thread. It costs only one comparison if Dynamo
+// was never used.
 class WithoutDynamo {
  public:
   WithoutDynamo() {

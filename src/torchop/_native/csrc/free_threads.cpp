@@ -8,9 +8,9 @@ void make_immortal(Thread& here, PyObject* callee) {
   here.calls_until_check = Thread::interval;
   if (callee->ob_ref_local == UINT32_MAX || callee->ob_tid == _Py_ThreadId())
     return;
-  // Abuse PyUnstable_GC_VisitObjects to stop all other threads, because they must not modify the
-  // object's reference count while we set these fields. The callback returns 0, which ends the
-  // visit after one object.
+  // No other thread may modify the object's reference count while we set these fields, so abuse
+  // PyUnstable_GC_VisitObjects to stop all other threads. The callback returns 0 to end the visit
+  // after one object.
   PyUnstable_GC_VisitObjects(
       [](PyObject*, void* argument) {
         auto* object = static_cast<PyObject*>(argument);

@@ -2,8 +2,8 @@
 // replace the plan at any time.
 //
 // With the GIL, each call owns a reference to its plan. In free-threaded Python, all threads that
-// call an operator would contend for the plan's reference count, so we never free replaced plans
-// instead.
+// call an operator would contend for the plan's reference count. So there, calls own no reference,
+// and we never free plans that were replaced.
 #pragma once
 
 #include <Python.h>
@@ -32,7 +32,7 @@ using PlanPointer = std::atomic<PyObject*>;
 
 inline constexpr bool has_gil = false;
 
-inline void release_plan(PyObject*) {} // calls in other threads may still use the plan
+inline void release_plan(PyObject*) {} // no-op, because other threads may still use the plan
 
 // Makes an object immortal, so that CPython stops counting references to it. No-op if this thread
 // owns the object.
@@ -40,16 +40,16 @@ __attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* calle
 
 // Must be called whenever a kernel or handle is called. Threads that call the same object contend
 // for its reference count, so we make such objects immortal, as CPython 3.13 does with module-level
-// functions. To keep this cheap, only a sample of the calls is checked, and the object becomes
-// immortal if one of them comes from a thread other than its owner.
+// functions. To keep this cheap, we only check a sample of the calls. If one of them comes from a
+// thread that does not own the object, we make the object immortal.
 inline void note_call(PyObject* callee) {
   Thread& here = this_thread();
   if (C10_UNLIKELY(--here.calls_until_check == 0))
     make_immortal(here, callee);
 }
 
-// Counts native calls, and calls that fell back for each reason. The counts are spread over several
-// parts, because all threads would otherwise contend for one cache line.
+// Counts native calls, and the calls that fell back for each reason. The counts are spread over
+// several parts, so that threads do not all contend for the same cache line.
 class Counters {
  public:
   static constexpr size_t size() {

@@ -1,4 +1,4 @@
-// gradients.h: check quickly whether the gradients that a formula returned are valid.
+// gradients.h: a fast check of the gradients that a formula returned.
 #pragma once
 
 #include <Python.h>
@@ -19,9 +19,9 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
 }
 
 // Returns whether each gradient fits the corresponding input of the node `ctx`: it has the same
-// shape and device, and is complex if and only if the input is. Gradients that do not fit must be
-// converted or rejected. All gradients must be plain tensors or None. Returns true for inputs that
-// only autograd can check, such as nested tensors.
+// shape and device, and is complex if and only if the input is. The caller must convert or reject
+// gradients that do not fit. All gradients must be plain tensors or None. Inputs that only autograd
+// can check, such as nested tensors, are assumed to fit.
 bool fit_inputs(PyObject* gradients, PyObject* ctx);
 
 } // namespace torchop

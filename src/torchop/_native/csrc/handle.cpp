@@ -1,16 +1,15 @@
 // handle.cpp: the class of operator handles whose calls run in C++, without a Python frame. See
 // handle.h.
 //
-// The extension may be loaded when the user already has handles of the Python class,
+// When the extension is loaded, the user may already have handles of the Python class,
 // torchop.CustomOp. To make their calls native, we assign to their `__class__`. CPython allows this
-// only if instances of both classes have the same memory layout, so the Python class has two
-// additional `__slots__` where the native class stores the vectorcall function and the Entry. Once
-// the extension is loaded, new handles are created as instances of the native class right away,
-// because assigning to `__class__` would replace an instance's key-sharing dict with a larger one.
+// only if instances of both classes have the same memory layout, so the Python class reserves two
+// `__slots__` in which the native class stores the vectorcall function and the Entry. Once the
+// extension is loaded, new handles are created as instances of the native class right away, because
+// assigning to `__class__` would replace an instance's key-sharing dict with a larger one.
 //
-// We create the class in C, because for a class that is written in Python, or that has been
-// assigned a `__call__`, CPython sets tp_call to `slot_tp_call`, which calls the Python method
-// `__call__`.
+// The native class must be created in C. If a class is written in Python, or `__call__` is assigned
+// to it later, CPython sets tp_call to `slot_tp_call`, which calls the Python method `__call__`.
 #include "handle.h"
 
 #include <structmember.h>
@@ -41,8 +40,8 @@ PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   return result;
 }
 
-// Deletes the descriptor of a class's `__slots__` entry, because Python code must not access the
-// slot. The memory layout of instances does not change. Returns the PyMemberDef of the slot
+// Deletes the descriptor of a class's `__slots__` entry, so that Python code cannot access the
+// slot. This does not change the memory layout of instances. Returns the PyMemberDef of the slot
 // (borrowed from the type), or nullptr with an exception set.
 PyMemberDef* remove_descriptor(PyTypeObject* type, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
@@ -71,8 +70,8 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   PyMemberDef* entry = call == nullptr ? nullptr : remove_descriptor(python_class, "_native_entry");
   if (entry == nullptr)
     return nullptr;
-  // The slot `_native_call` contains a function pointer, so change its type to an integer.
-  // Otherwise, CPython's traverse, clear and dealloc functions would treat it as a pointer to a
+  // The slot `_native_call` contains a function pointer. Declare it as an integer, because
+  // CPython's traverse, clear and dealloc functions would otherwise treat it as a pointer to a
   // Python object.
   call->type = T_PYSSIZET;
   call_offset = call->offset;

@@ -6,10 +6,10 @@
 
 namespace torchop {
 
-// make_handle_type(CustomOp, traceable) creates a subclass of CustomOp whose instances are called
-// from C++. The items of the dict `traceable`, such as a Python function `__call__`, become
-// attributes of the subclass. Dynamo traces these functions, because it cannot trace the C++ code.
-// make_handle_type can be called only once.
+// make_handle_type(CustomOp, traceable) creates a subclass of CustomOp whose calls run in C++. The
+// items of the dict `traceable`, such as a Python function `__call__`, become attributes of the
+// subclass, so that Dynamo can trace these functions instead of the C++ code. make_handle_type can
+// be called only once.
 PyObject* make_handle_type(PyObject*, PyObject* args);
 
 // adopt(handle, entry) changes a handle's class to the one created by `make_handle_type`. From then

@@ -95,16 +95,16 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
   return false;
 }
 
-// If the default of a parameter is 0.0 and the caller passes -0.0, the dispatcher drops the value
-// because it equals the default, so the kernel receives 0.0. To get the same result, calls with
+// If a parameter has the default 0.0 and the caller passes -0.0, the dispatcher drops the value,
+// because it equals the default. The kernel then receives 0.0. To get the same result, calls with
 // -0.0 fall back to the dispatcher.
 inline bool is_negative_zero(PyObject* value) {
   const double number = PyFloat_AS_DOUBLE(value);
   return number == 0.0 && std::signbit(number);
 }
 
-// Returns whether a string can be encoded as UTF-8, as the dispatcher requires. This is false for
-// strings with lone surrogates.
+// Returns whether a string can be encoded as UTF-8, as the dispatcher requires. Strings with lone
+// surrogates cannot.
 inline bool is_utf8(PyObject* text) {
   if (PyUnicode_IS_ASCII(text) || PyUnicode_AsUTF8(text) != nullptr)
     return true;
@@ -118,11 +118,11 @@ inline bool fits_in_64_bits(PyObject* integer) {
   return overflow == 0;
 }
 
-// Returns whether an object is plain data: it is not a container, has no `__torch_function__`, and
-// the dispatcher can find this out without running Python code of the object's class. To find out,
-// the dispatcher looks up `__torch_function__`, searches containers for tensors, and calls
-// isinstance, which reads `__class__`. We must not run Python code for these checks here, because
-// the dispatcher would run it a second time if the call falls back.
+// Returns whether an object is plain data, i.e. is no container, has no `__torch_function__`, and
+// runs none of its own Python code when the dispatcher checks this. The dispatcher looks up
+// `__torch_function__`, searches containers for tensors, and calls isinstance, which reads
+// `__class__`. Here we must not run such Python code, because the dispatcher would run it a second
+// time if the call falls back.
 inline bool is_plain_object(PyObject* value) {
   static PyObject* const function = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const declared = PyUnicode_InternFromString("__class__");
@@ -142,8 +142,8 @@ inline bool is_plain_object(PyObject* value) {
   return false;
 }
 
-// Returns whether the dispatcher would pass this very object to the kernel instead of converting
-// it. Not for tensors, which `Values::inspect` (arguments.h) checks itself.
+// Returns whether the dispatcher would pass an object to the kernel as it is, without converting
+// it. Do not call this for tensors, which `Values::inspect` (arguments.h) checks itself.
 inline bool passes_unchanged(Base base, PyObject* value) {
   switch (base) {
     // Accept only exact types, because the dispatcher converts instances of subclasses, such as an
@@ -168,14 +168,14 @@ inline bool passes_unchanged(Base base, PyObject* value) {
       return PyBool_Check(value) || (PyLong_CheckExact(value) && fits_in_64_bits(value)) ||
           (PyFloat_CheckExact(value) && !is_negative_zero(value));
     case Base::Generator:
-      return false; // a generator affects dispatch, but TensorSummary covers only tensors
+      return false; // a generator affects the dispatch keys, but TensorSummary covers only tensors
     case Base::NoneType:
       return value == Py_None;
     case Base::Object:
       return is_plain_object(value);
     case Base::Any:
-      // Accept only values that the dispatcher does not convert. It does convert a dtype to an int,
-      // for example.
+      // Accept only types that the dispatcher does not convert. For example, it converts a dtype to
+      // an int.
       return value == Py_None || PyComplex_CheckExact(value) || PyFloat_CheckExact(value) ||
           passes_unchanged(Base::Bool, value) || passes_unchanged(Base::Int, value) ||
           passes_unchanged(Base::Str, value) || passes_unchanged(Base::Device, value);
@@ -185,16 +185,16 @@ inline bool passes_unchanged(Base base, PyObject* value) {
   return false;
 }
 
-// Returns whether a value is an int whose class does not override `__float__`. The dispatcher would
-// call the override, whereas `plain_float` would not.
+// Returns whether a value is an int whose class does not override `__float__`. `plain_float` would
+// bypass the override, but the dispatcher would call it.
 inline bool has_plain_float(PyObject* value) {
   return PyLong_Check(value) &&
       Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
 }
 
-// These functions convert a value to exactly int, float or str. Like the dispatcher, they bypass
-// methods that a subclass overrides. They return a new reference, or nullptr, perhaps with an
-// exception set, if the value cannot be converted.
+// The functions `plain_...` convert an instance of a subclass to exactly int, float or str. Like
+// the dispatcher, they bypass overridden methods. They return a new reference. If the value cannot
+// be converted, they return nullptr, perhaps with an exception set.
 inline PyObject* plain_int(PyObject* value) {
   return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
 }
@@ -214,8 +214,8 @@ inline PyObject* plain_str(PyObject* value) {
 // Returns a new reference, or nullptr without an exception if the call must fall back to the
 // dispatcher.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
-  // If a subclass of float or str defines `__torch_function__`, the call must fall back so that
-  // `__torch_function__` can handle it.
+  // A subclass of float or str may define `__torch_function__`. Only the dispatcher calls it, so
+  // the call must fall back.
   if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))
     return nullptr;
   PyObject* converted = nullptr;

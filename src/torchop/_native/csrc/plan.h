@@ -65,8 +65,9 @@ struct Plan {
     mutable uint64_t version = 0;
   };
   std::vector<Source> sources;
-  // True if the operator was not defined with torchop. In this case, other code may register
-  // kernels at any time without notifying us (see `recompile_for_unknown_kernel` in entry.cpp).
+  // True for operators of other packages and of torchop's low level (`torchop.Library`). Other code
+  // may register kernels for them at any time without notifying us (see
+  // `recompile_for_unknown_kernel` in entry.cpp).
   bool is_foreign = false;
   // The operator in the dispatcher, or empty if it was not registered when the plan was compiled.
   // Only valid while `Entry::lifetime` is true.
