@@ -36,9 +36,9 @@ struct Accelerators {
   }
 };
 
-// Returns whether this file can pack the random state for a call with this argument. Generators are
-// not supported, nor are values on devices other than the CPU and these accelerators. Tensor
-// subclasses are not supported either, because they may contain anything.
+// Returns whether this file can pack the random state for a call with this argument. It supports
+// neither generators nor tensors on devices other than the CPU and these accelerators. It does not
+// support tensor subclasses either, because they may contain anything.
 bool is_plain(PyObject* value, const Accelerators& accelerators) {
   if (is_plain_tensor(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
@@ -49,7 +49,8 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns whether autocast is disabled, and the default dtype and device are unchanged.
+// Returns whether all ambient settings have their defaults: autocast is disabled, and the default
+// dtype and device are unchanged.
 bool settings_are_plain() {
   return !autocast_is_enabled() && c10::get_default_dtype_as_scalartype() == at::kFloat &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
@@ -71,13 +72,13 @@ void append_settings(Bytes& to, const Accelerators& accelerators) {
   to.resize(to.size() + size - 1);
 }
 
-// Avoid `const_data_ptr<uint8_t>`. GCC and Clang mangle the name differently, so it might be
-// missing in a PyTorch that was built with the other compiler.
+// Avoids `const_data_ptr<uint8_t>`, because GCC and Clang mangle its name differently, so the
+// symbol might be missing in a PyTorch that was built with the other compiler.
 const uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// Appends the state of a generator. The first byte of the section is 1, which means that a state
+// Appends the state of a generator. The first byte of the section is 1, to say that a state
 // follows.
 void append_state(Bytes& to, const at::Tensor& state) {
   const size_t size = state.numel();
@@ -97,8 +98,8 @@ Bytes packed_states(const Accelerators& accelerators) {
   return states;
 }
 
-// The state of the CPU generator. To find out whether it has changed, we compare these members,
-// which is ten times as fast as calling get_state().
+// The state of the CPU generator. Comparing these members to find out whether the state has changed
+// is ten times as fast as calling get_state().
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -123,13 +124,13 @@ struct State {
 };
 
 // The tensor that `pack_plain` returned last, and the generator states in it. Guarded by the CPU
-// generator's mutex. Never freed, because a static destructor would run after the interpreter was
-// finalized, and could not release `packed`.
+// generator's mutex. Never freed, because a static destructor runs after the interpreter was
+// finalized, so it could not release `packed`.
 struct Latest {
   PyObject* packed;
   State state;
-  // A copy of the data in `packed`. A compiled graph may overwrite `packed`, since it may reuse the
-  // memory of a saved tensor.
+  // A copy of the data in `packed`, to detect writes. A compiled graph may overwrite `packed`,
+  // because it may reuse the memory of a saved tensor.
   Bytes bytes;
 
   bool is_unmodified() const {
@@ -161,7 +162,7 @@ PyObject* unchanged(
 }
 
 PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
-  // Destroyed after the lock is released, because freeing the old tensor may run arbitrary code.
+  // Freeing the old tensor may run arbitrary code, so destroy it only after releasing the lock.
   THPObjectPtr before;
   auto latest =
       std::make_unique<Latest>(Latest{Py_NewRef(packed), std::move(state), std::move(bytes)});
@@ -175,8 +176,8 @@ PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
 
 } // namespace
 
-// Reads the excluded keys, as at::autocast::is_autocast_enabled does. Including the header of that
-// function, ATen/autocast_mode.h, would double the time to parse the extension.
+// Reads the excluded keys like at::autocast::is_autocast_enabled. We do not call that function,
+// because including its header, ATen/autocast_mode.h, would double the time to parse the extension.
 bool autocast_is_enabled() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset);
 }
@@ -197,7 +198,7 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto plain = [&](PyObject* item) { return is_plain(item, accelerators); };
   if (!std::all_of(items, end, plain) || !settings_are_plain())
     Py_RETURN_NONE;
-  // From here on, call no PyTorch operators, since active modes and transforms would intercept
+  // Do not call PyTorch operators from here on, because active modes and transforms would intercept
   // them.
   Bytes accelerator_states;
   try {

@@ -35,13 +35,13 @@ struct Parameters {
 
   std::vector<Parameter> all;
   size_t positional = 0;
-  // Calls with exactly this many positional arguments and no keyword arguments can pass the
-  // caller's argument array to the kernel without copying it.
+  // A call with exactly this many positional arguments and no keyword arguments can pass the
+  // caller's argument array on to the kernel without copying it.
   size_t pass_through_count = no_count;
   size_t leading_tensors = 0; // number of parameters of type Tensor before any other type
   bool has_tensor_lists = false;
-  // True if calls drop arguments that equal their default (positional arguments only at the end),
-  // as the dispatcher does when it calls Python kernels (parseIValuesToPyArgsKwargs).
+  // True if calls drop arguments that equal their default, as the dispatcher does when it calls
+  // Python kernels (parseIValuesToPyArgsKwargs). Positional arguments are only dropped at the end.
   bool drops_defaults = false;
   bool has_device_string_defaults = false;
   PyObject* keyword_names = nullptr; // of keyword-only parameters; nullptr if there are none
@@ -60,8 +60,8 @@ inline PyObject* call_kernel(
   return PyObject_Vectorcall(function, values, nargsf, names);
 }
 
-// The values of all parameters in one call, in schema order. Converted values and copied lists are
-// owned, and all other values are borrowed from the caller.
+// The values of all parameters in one call, in schema order. Owns converted values and copied
+// lists, and borrows all other values from the caller.
 class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
@@ -76,13 +76,13 @@ class Values {
   Values(const Values&) = delete;
   Values& operator=(const Values&) = delete;
 
-  // Returns Reason::Binding if the arguments do not match the schema, so that the dispatcher raises
-  // the error. `args` must outlive this object.
+  // Binds the arguments of a call to the parameters. If they do not match the schema, returns
+  // Reason::Binding, so that the dispatcher raises the error. `args` must outlive this object.
   C10_ALWAYS_INLINE Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
     const size_t count = PyVectorcall_NARGS(nargsf);
     if (C10_LIKELY(count == parameters_.pass_through_count && keywords == nullptr)) {
       values_ = args;
-      // Pass on the flag that lets the callee overwrite args[-1] for a moment, as bound methods do.
+      // Keep the flag that lets the callee temporarily overwrite args[-1], as bound methods do.
       flags_ = nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET;
       return Reason::Native;
     }
@@ -90,9 +90,9 @@ class Values {
   }
 
   // Checks the type of each value, converts numbers and strings, and collects the properties of the
-  // tensors in `result`. Copies all lists, as the dispatcher does, because a kernel must not modify
-  // the caller's list. If `below_autograd` is true, ignores requires_grad and tangents. Call this
-  // after `bind`.
+  // tensors in `result`. Like the dispatcher, copies all lists, so that a kernel cannot modify the
+  // caller's list. If `below_autograd` is true, ignores requires_grad and tangents. Call this after
+  // `bind`.
   Reason inspect(TensorSummary& result, bool below_autograd) {
     return below_autograd ? inspect_values<true>(result) : inspect_values<false>(result);
   }
@@ -111,8 +111,8 @@ class Values {
   }
 
   // Returns whether the kernel would receive the default of a device parameter. Such a call cannot
-  // be native: the dispatcher passes the string from the schema, such as "cpu", whereas our default
-  // is a torch.device.
+  // be native, because the dispatcher would pass the string from the schema, such as "cpu", but our
+  // default is a torch.device.
   __attribute__((noinline, cold)) bool passes_device_string_default() {
     for (size_t index = 0; index < count_passed(); ++index) {
       const Parameter& parameter = parameters_.all[index];
@@ -124,8 +124,8 @@ class Values {
     return false;
   }
 
-  // Calls a kernel with the values. The kernel may modify lists, so it receives copies of the lists
-  // that are read again later: tensor lists by the aliasing check, and all lists by setup_context
+  // Calls a kernel with the values. The kernel may modify lists, so pass copies of the lists that
+  // are read again later: the aliasing check reads tensor lists, and setup_context reads all lists
   // (`all_are_read_later`).
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
@@ -215,9 +215,8 @@ class Values {
     return call_kernel(function, passed.data() + 1, nargsf, names.get());
   }
 
-  // Returns whether the dispatcher would drop this value because it equals the default. A default
-  // that is a string in the schema, such as "cpu", never equals a torch.device that a caller
-  // passes.
+  // Returns whether the dispatcher would drop this value because it equals the default. A device
+  // that a caller passes never equals a default that is a string in the schema, such as "cpu".
   bool is_default(size_t index) const {
     const Parameter& parameter = parameters_.all[index];
     PyObject* value = values_[index];
@@ -240,7 +239,7 @@ class Values {
     return true;
   }
 
-  // Compares values that `inspect` accepted, so the comparison runs no user code.
+  // Both values were accepted by `inspect`, so comparing them runs no user code.
   static bool are_equal(PyObject* value, PyObject* other) {
     if (Py_TYPE(value) != Py_TYPE(other) || is_plain_tensor(value))
       return false;
@@ -351,8 +350,8 @@ class Values {
     }
     result = seen;
     // The dispatcher ignores tensors in arguments of type Tensor[]? when it computes the dispatch
-    // keys (makeBitsetForDispatchArgs in ATen/core/dispatch/DispatchKeyExtractor.h). If a key comes
-    // only from these tensors, the dispatcher may choose another kernel than we would, so fall
+    // keys (makeBitsetForDispatchArgs in ATen/core/dispatch/DispatchKeyExtractor.h). If only these
+    // tensors have a certain key, we might choose a different kernel than the dispatcher, so fall
     // back.
     if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))
       return Reason::ArgumentType;
@@ -378,10 +377,10 @@ class Values {
   Reason inspect_list(size_t index, TensorSummary& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
-    // Accept torch.Size too, because callers often pass `tensor.shape`.
+    // Also accept torch.Size, because callers often pass `tensor.shape`.
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
       return reject(index, Reason::ArgumentType);
-    // `inspect_values` treats the keys of tensors in Tensor[]? arguments separately.
+    // `inspect_values` checks the keys of tensors in Tensor[]? arguments separately.
     const bool is_optional_list = kind.holds_tensors() && kind.is_optional;
     const DispatchKeySet keys = seen.keys;
     PyObject* list = copy_of(value);

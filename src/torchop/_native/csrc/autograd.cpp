@@ -1,5 +1,5 @@
-// autograd.cpp: instantiate the Python class of a node and fill in its C++ fields, as
-// autograd.Function.apply does.
+// autograd.cpp: create an autograd node by instantiating its Python class and filling in the C++
+// fields in the same way as autograd.Function.apply.
 #include "autograd.h"
 
 #if TORCHOP_KNOWS_NODES
@@ -56,9 +56,9 @@ class WithoutGrad {
   const bool forward_ = state_.get_fw_grad_mode();
 };
 
-// Raises if an attribute that a method of `ctx` has set, such as the argument of `ctx.mark_dirty`,
-// is not a tuple. The methods themselves do not check this. The messages are the same as in
-// PyTorch's torch/csrc/autograd/python_function.cpp.
+// Raises if the value that a method of `ctx` has stored, such as the argument of `ctx.mark_dirty`,
+// is not a tuple. The methods do not check this themselves. The messages are the same as in
+// torch/csrc/autograd/python_function.cpp.
 __attribute__((noinline)) void check_tuple(PyObject* marks, const char* attribute) {
   TORCH_CHECK(
       PyTuple_Check(marks),
@@ -84,9 +84,9 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
   return tensors;
 }
 
-// Returns the tensors that setup_context passed to `ctx.mark_dirty`. This matters for operators
-// that mutate arguments, except for in-place and out= operators, whose native calls do not record
-// gradients (see `gradient_of` in plan.py).
+// Returns the tensors that setup_context passed to `ctx.mark_dirty`. There are none for in-place
+// and out= operators, because their native calls do not record gradients (see `gradient_of` in
+// plan.py), but other operators may also mutate arguments.
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   std::unordered_set<at::TensorImpl*> tensors;
   if (node.dirty_tensors == nullptr)
@@ -108,8 +108,8 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
 }
 
 // Returns whether we can attach a result to the node ourselves, without PyTorch's `_wrap_outputs`.
-// This requires that the result is a single new tensor of a differentiable dtype, and that
-// setup_context called no method such as `ctx.mark_dirty`.
+// The result must be a single new tensor of a differentiable dtype, and setup_context must not have
+// called methods such as `ctx.mark_dirty`.
 bool is_simple_output(
     PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors ||
@@ -131,8 +131,8 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
     const std::vector<std::optional<Variable>>& outputs,
     NodePtr& attached) {
   const THPFunction& fields = created.fields();
-  // Converts C++ warnings from `_wrap_outputs` to Python warnings. If a warning filter turns one
-  // into an error, the destructor throws, unless `set_in_exception` was called.
+  // Converts C++ warnings from `_wrap_outputs` to Python warnings. If a warning filter turns a
+  // warning into an error, the destructor throws, unless `set_in_exception` was called.
   torch::PyWarningHandler warnings;
   try {
     return wrap_outputs(
@@ -149,8 +149,8 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
   }
 }
 
-// Attaches any kind of result to the node, by calling `_wrap_outputs`. If a result is an input, the
-// node must not become the input's grad_fn, so `_wrap_outputs` returns a view of the input.
+// Attaches any kind of result to the node by calling `_wrap_outputs`. If a result is an input,
+// `_wrap_outputs` returns a view of it, because the node must not become the input's grad_fn.
 // `noinline`, because the attribute `flatten` of `record` would inline this function.
 __attribute__((noinline)) THPObjectPtr connect_any_outputs(
     PythonNode& created,
@@ -189,8 +189,8 @@ __attribute__((noinline)) THPObjectPtr connect_any_outputs(
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// Sets `attached` to the node that the results end up attached to (see `wrap_outputs` in
-// python_node.h).
+// Attaches the results to the node. Sets `attached` to the node that they are actually attached to
+// (see `wrap_outputs` in python_node.h).
 THPObjectPtr connect_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -220,7 +220,7 @@ THPObjectPtr connect_outputs(
 }
 
 // Returns the tensors that were passed to `ctx.save_for_backward`, with an undefined tensor for
-// each None. Clears the field, because saved-tensor hooks could otherwise read it later.
+// each None. Clears the field, so that saved-tensor hooks cannot read it later.
 torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   torch::autograd::variable_list result;
   THPObjectPtr given(std::exchange(node.to_save, nullptr));
@@ -238,8 +238,8 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   return result;
 }
 
-// Saves tensors on the node. Outputs are saved without their grad_fn, which is this node, to avoid
-// a reference cycle.
+// Saves tensors on the node. The grad_fn of an output is this node, so to avoid a reference cycle,
+// outputs are saved without it.
 void save_tensors(PythonNode& created, const torch::autograd::variable_list& tensors) {
   std::vector<SavedVariable>& saved = created.fields().saved_variables;
   saved.clear();
@@ -262,8 +262,8 @@ THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) 
       gradient.before_kernel, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
-// Calls `Gradient::setup_context`. `seen` is the result of `call_before_kernel`, and is not passed
-// if it is nullptr.
+// Calls `Gradient::setup_context`. If `seen`, the result of `call_before_kernel`, is not nullptr,
+// passes it as the last argument.
 void call_setup_context(
     const Gradient& gradient,
     PyObject* ctx,
@@ -286,8 +286,8 @@ THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyOb
   return checked(compute());
 }
 
-// Saves residuals that `setup_with_residuals` did not accept. Python converts them or raises an
-// error.
+// Saves residuals that `setup_with_residuals` did not accept by calling Python code, which converts
+// them or raises an error.
 __attribute__((noinline, cold)) void save_in_python(
     const Residuals& residuals,
     const Gradient& gradient,
@@ -371,8 +371,8 @@ __attribute__((noinline, __flatten__)) PyObject* record(
     checked(PyObject_CallMethod(ctx, "_torchop_save_autocast", nullptr));
   THPObjectPtr result, guard_of_saved;
   {
-    // Do not record the operators that the kernel calls, because the formula computes the gradient
-    // of the kernel as a whole.
+    // The formula computes the gradient of the kernel as a whole, so autograd must not record the
+    // operators that the kernel calls.
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     if (residuals == nullptr) {
@@ -404,8 +404,8 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
   // Store the guard of the residuals (see `Guard` in residuals.h) in the field
-  // `non_differentiable`, since nothing reads this field from here on. An attribute of `ctx` would
-  // require a dict to be allocated.
+  // `non_differentiable`, which is not read from here on. An attribute of `ctx` would be slower,
+  // because it needs a dict.
   Py_XSETREF(fields.non_differentiable, guard_of_saved.release());
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);
@@ -430,7 +430,7 @@ bool nodes_come_from_apply() {
 }
 
 bool has_node_layout() {
-  return true; // does not matter, because we create no nodes
+  return true; // irrelevant, because we create no nodes
 }
 
 bool wants_gradient(const Values&) {

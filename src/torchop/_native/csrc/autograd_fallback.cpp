@@ -11,19 +11,19 @@ namespace torchop {
 
 namespace {
 
-// The dispatch key of the only kernel of a FallbackOperator (our copy of an operator). PyTorch's
-// autograd fallback redispatches to it, so it must have a lower priority than the Autograd keys.
+// The dispatch key of the only kernel of a FallbackOperator (our copy of an operator). It must have
+// a lower priority than the Autograd keys, because PyTorch's autograd fallback redispatches to it.
 constexpr DispatchKey fallback_kernel_key = DispatchKey::BackendSelect;
 
-// The native call that the kernel of a FallbackOperator runs, and its result. A pointer to this
-// object is passed to the operator as an int argument.
+// The native call that the kernel of a FallbackOperator runs, and its result. The operator receives
+// a pointer to this object as an int argument.
 struct Computation {
   c10::function_ref<PyObject*()> compute;
   THPObjectPtr result;
 };
 
-// Converts a result to an IValue for PyTorch's autograd fallback, which only reads results of type
-// Tensor and Tensor[]. All other results become None.
+// Converts a result to an IValue for PyTorch's autograd fallback. The fallback only reads results
+// of type Tensor and Tensor[], so all other results become None.
 c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
@@ -40,7 +40,8 @@ c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
 }
 
 // Returns the result at `index` (borrowed), or nullptr if it is missing. The schema has `count`
-// results. If the kernel returned fewer, they count as the last ones, as on the dispatcher's stack.
+// results. If the kernel returned fewer results, the first ones are missing, as on the dispatcher's
+// stack.
 PyObject* result_at(PyObject* results, size_t index, size_t count) {
   if (!PyTuple_Check(results))
     return index + 1 == count ? results : nullptr;
@@ -48,7 +49,7 @@ PyObject* result_at(PyObject* results, size_t index, size_t count) {
   return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
 }
 
-// The kernel of every FallbackOperator, which PyTorch's autograd fallback redispatches to. It runs
+// The kernel of every FallbackOperator. PyTorch's autograd fallback redispatches to it, and it runs
 // the native call in the Computation whose address is on top of the stack.
 void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
   // `FallbackOperator::call` pushed this pointer, and keeps the Computation alive until it returns.
@@ -76,8 +77,8 @@ c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {
 
 FallbackOperator::FallbackOperator(const c10::OperatorHandle& op)
     : definition_(c10::OperatorName(op.operator_name())), handle_(op) {
-  // An OperatorHandle can only be created by copying another one, so `handle_` starts as a copy of
-  // the real operator's handle. Redirect it to our definition.
+  // An OperatorHandle can only be created by copying another one. So `handle_` starts as a copy of
+  // the real operator's handle, and is now redirected to our definition.
   const_cast<Definition*&>(member_of(OperatorDefinition{}, handle_)) = &definition_;
   definition_.op.registerSchema(fallback_schema(op), "registered by torchop");
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -98,7 +99,7 @@ PyObject* FallbackOperator::call(
   c10::List<at::Tensor> tensors;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
     const Kind& kind = values.parameters().all[index].kind;
-    // PyTorch's autograd fallback does not look into arguments of type Tensor?[].
+    // PyTorch's autograd fallback ignores arguments of type Tensor?[].
     if (kind.holds_tensors() && !kind.items_are_optional)
       values.each_tensor_of(
           index, [&](PyObject* tensor) { tensors.push_back(THPVariable_Unpack(tensor)); });

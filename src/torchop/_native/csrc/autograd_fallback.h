@@ -1,6 +1,6 @@
-// autograd_fallback.h: run native calls (calls without the dispatcher) to operators without a
-// kernel at the Autograd keys. The dispatcher would run PyTorch's autograd fallback for these
-// operators, so native calls must run it too.
+// autograd_fallback.h: run native calls (calls without the dispatcher) to operators that have no
+// kernel at the Autograd keys. For these operators, the dispatcher runs PyTorch's autograd
+// fallback, so native calls must run it too.
 #pragma once
 
 #include <Python.h>
@@ -18,10 +18,10 @@ namespace torchop {
 // If an input requires grad, the fallback (basicAutogradNotImplementedFallback in
 // torch/csrc/autograd/autograd_not_implemented_fallback.cpp) attaches hooks or nodes to the
 // results, which warn or raise an error in the backward pass. The details differ between releases,
-// so we call the fallback instead of reimplementing it. It redispatches to the operator that we
-// pass to it. With the real operator, we would have to convert all arguments. So we pass a copy
-// with the same name and returns, which takes a list of the input tensors, and whose kernel runs
-// the native call. The copy is not registered with the dispatcher.
+// so we call the fallback instead of reimplementing it. The fallback redispatches to the operator
+// that we pass to it. Passing the real operator would require converting all arguments. Instead, we
+// pass a copy with the same name and returns that takes only a list of the input tensors and whose
+// kernel runs the native call. The copy is not registered with the dispatcher.
 class FallbackOperator {
  public:
   explicit FallbackOperator(const c10::OperatorHandle& op);

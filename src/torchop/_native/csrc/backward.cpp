@@ -1,6 +1,6 @@
-// backward.cpp: return the gradients from a formula directly if they are certainly valid.
-// Otherwise, Python functions (see `make_backward` in _call_path.pyi) check and convert them, and
-// explain errors.
+// backward.cpp: call a formula, and return its gradients directly if they are certainly valid. All
+// other gradients and errors are handled by Python functions (see `make_backward` in
+// _call_path.pyi), which check and convert the gradients and explain the errors.
 #include "backward.h"
 
 #include <algorithm>
@@ -17,24 +17,26 @@ namespace torchop {
 
 namespace {
 
-// The saved tensors of a node whose formula is running in this thread. They are cached because with
+// The saved tensors of a node whose formula is running in this thread. We cache them, because with
 // selective checkpointing (torch/utils/checkpoint.py), a saved tensor can be unpacked only once.
 //
 // The cache cannot be on the C stack, because a greenlet switch inside a formula replaces the
-// stack. If several greenlets run formulas, the formulas may also return in any order.
+// stack. Its items are removed in any order, because the formulas of several greenlets may return
+// in any order.
 struct Unpacked {
   PyObject* ctx;
   THPObjectPtr tensors;
 };
 thread_local std::vector<Unpacked> unpacked;
 
-// If the node's formula is running more than once, finds the tensors of the innermost run.
+// Finds the cached tensors of a node. If its formula is running more than once, finds the tensors
+// of the innermost run.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
 }
 
-// Marks the formula of a node as running, so that its saved tensors are cached.
+// RAII guard that marks the formula of a node as running, so that its saved tensors are cached.
 class Unpacking {
  public:
   explicit Unpacking(PyObject* ctx) : ctx_(ctx) {
@@ -42,8 +44,7 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    // Destroy the tensors only after updating the cache, because destroying them may run Python
-    // code.
+    // Destroying the tensors may run Python code, so update the cache before they are destroyed.
     const THPObjectPtr tensors = std::move(found->tensors);
     unpacked.erase(std::next(found).base());
   }
@@ -74,7 +75,7 @@ PyObject* part(PyObject* parts, Part which) {
 }
 
 // Returns the formula in the operator's current plan, like `definition.compiled(rule)` in Python.
-// Tries the attribute `_plan` first, because `plan` is a property, which needs a slow Python call.
+// Tries the attribute `_plan` first, because `plan` is a property and so needs a slow Python call.
 THPObjectPtr formula_of(PyObject* parts) {
   static PyObject* const names[] = {
       PyUnicode_InternFromString("_plan"),
@@ -88,8 +89,8 @@ THPObjectPtr formula_of(PyObject* parts) {
   return checked(PyObject_GetItem(compiled.get(), part(parts, Part::Rule)));
 }
 
-// Calls the Python function `failed`, which may raise a better exception than the current one. If
-// it does not, the current exception stays set.
+// Replaces the current exception if the Python function `failed` raises a better one. Otherwise,
+// the current exception stays set.
 __attribute__((noinline, cold)) void explain_error(
     PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -123,8 +124,8 @@ bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   return plain && fit_inputs(gradients, ctx);
 }
 
-// Returns whether a gradient is contiguous, so that `with_contiguous_grads` (see below) would not
-// copy it.
+// Returns whether a gradient is already contiguous, so that `with_contiguous_grads` (see below)
+// need not copy it.
 bool is_contiguous(PyObject* gradient) {
   if (gradient == Py_None)
     return true;
@@ -136,8 +137,8 @@ bool is_contiguous(PyObject* gradient) {
 }
 
 // `with_contiguous_grads` (contiguous_grads.py) wraps a backward function so that it receives only
-// contiguous gradients. If `backward` is such a wrapper (recognized by its code object), but the
-// gradients are already contiguous, returns the wrapped function.
+// contiguous gradients. If `backward` is such a wrapper (recognized by its code object) and all
+// gradients are already contiguous, returns the wrapped function, which skips a Python call.
 THPObjectPtr without_copies(
     THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
   static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
@@ -148,7 +149,7 @@ THPObjectPtr without_copies(
   return checked(PyObject_GetAttr(backward.get(), name));
 }
 
-// Returns whether the autocast state may differ from the state of the forward.
+// Returns whether the autocast state may differ from the state in the forward pass.
 bool may_need_other_autocast(PyObject* ctx) {
   static PyObject* const name = PyUnicode_InternFromString("_torchop_autocast");
   return autocast_is_enabled() || checked(PyObject_GetAttr(ctx, name)).get() != Py_None;
@@ -174,8 +175,8 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
-    // If the operator has no formula, `backward` is None, and this call raises a TypeError. The
-    // Python function `failed` (see `explain_error`) then replaces it with a better error.
+    // If the operator has no formula, `backward` is None and this call raises a TypeError, which
+    // `explain_error` then replaces with a better error.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {
@@ -199,15 +200,15 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
     return PyObject_CallOneArg(part(parts, Part::SavedTensors), ctx);
   if (!found->tensors) {
     PyObject* raw = part(parts, Part::Raw);
-    // Unpacking may run saved-tensor hooks, and even another backward pass. Either may invalidate
-    // `found`, so look it up again.
+    // Unpacking may run saved-tensor hooks, and these may even run another backward pass. Either
+    // may invalidate `found`, so look it up again.
     THPObjectPtr tensors = checked(
         c10::GradMode::is_enabled()
             ? PyObject_CallOneArg(part(parts, Part::Guarded), ctx)
             : Py_TYPE(raw)->tp_descr_get(raw, ctx, reinterpret_cast<PyObject*>(Py_TYPE(ctx))));
     found = find_unpacked(ctx);
     if (found == unpacked.rend())
-      // The formula has already returned, because a hook switched to another greenlet.
+      // A hook switched to another greenlet, and the formula has returned in the meantime.
       return tensors.release();
     found->tensors = std::move(tensors);
   }

@@ -1,5 +1,5 @@
-// backward.h: when the autograd engine runs an operator's node, call the operator's backward
-// formula, i.e. the Python function that computes the gradients.
+// backward.h: call an operator's backward formula, i.e. the Python function that computes the
+// gradients, when the autograd engine runs the operator's node.
 #pragma once
 
 #include <Python.h>

@@ -2,10 +2,10 @@
 //
 // Calls go through the dispatcher if, for example, a profiler or a mode is active, or an argument
 // is a tensor subclass. torchop's Python kernels at these two keys usually only bump versions and
-// redispatch. But to call them, the dispatcher must convert all arguments to Python objects and
-// back. So we override each of them with a C++ kernel, called a bypass, which does this work itself
-// if it can, and otherwise calls the Python kernel. This makes a call with a profiler twice as
-// fast. The bypass runs without the GIL.
+// redispatch. But to call a Python kernel, the dispatcher must convert all arguments to Python
+// objects and back. So we override each of these kernels with a C++ kernel, called a bypass. It
+// does the same work if it can, and otherwise calls the Python kernel. This makes a call with a
+// profiler twice as fast. The bypass runs without the GIL.
 #include "bypass.h"
 
 #include <memory>
@@ -38,8 +38,8 @@ void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   }
 }
 
-// Returns whether an argument is a tensor that is passed as an opaque Python object. Callers must
-// consider these tensors too, because autograd also records their gradients.
+// Returns whether an argument is a tensor that is passed as an opaque Python object. Such a tensor
+// needs the Python kernel too, because autograd also records its gradient.
 bool is_tensor_object(const c10::IValue& value) {
   if (!value.isPyObject())
     return false;
@@ -60,8 +60,8 @@ bool requires_grad(const at::Tensor& tensor) {
 // Returns whether the call may need torchop's Python kernel at Autograd, because an argument
 // requires grad or may have a tangent.
 bool may_need_autograd(Arguments arguments) {
-  // Inside a dual level, any tensor may have a tangent. Do not read the tangents to find out,
-  // because this creates a view, which subclasses and modes would see.
+  // Inside a dual level (forward-mode AD), any tensor may have a tangent. Do not read the tangents
+  // to find out, because reading one creates a view, which subclasses and modes would see.
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)
     return true;
   bool needed = false;
@@ -83,12 +83,12 @@ void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& 
   }
 }
 
-// Bumps the versions of the mutated tensors. But if one of them is an inference tensor, bumps none
-// and returns false, because the Python kernel must check whether the write is allowed. Keep in
-// sync with `count_versions` in call.cpp and in _rules/mutation/kernels.py, which must bump the
-// same tensors.
+// Bumps the versions of the mutated tensors and returns true. If one of them is an inference
+// tensor, bumps none and returns false, because the Python kernel must check whether the write is
+// allowed. Keep in sync with `count_versions` in call.cpp and in _rules/mutation/kernels.py, which
+// must bump the same tensors.
 bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
-  // Bump all versions or none, because the Python kernel bumps all of them if this returns false.
+  // If this returns false, the Python kernel bumps all versions, so bump either all or none here.
   bool all_count = true;
   each_written(
       op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });
@@ -106,7 +106,7 @@ class Bypass final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
     const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    // `with torchop.native.disabled():` must run the same kernels as without the extension.
+    // Inside `with torchop.native.disabled():`, run the same kernels as without the extension.
     if (is_disabled()) {
       kernel_.callBoxed(op, keys, stack);
     } else if (key_ == DispatchKey::ADInplaceOrView) {
@@ -133,8 +133,8 @@ class Bypass final : public c10::OperatorKernel {
 };
 
 // Suppresses PyTorch's warning about overriding a kernel. PyTorch issues this warning only once per
-// process, and a suppressed warning counts. `set_warnAlways` lifts this limit here, so that a user
-// who overrides a kernel later still sees the warning.
+// process, and even a suppressed warning counts. `set_warnAlways` lifts this limit in the meantime,
+// so that users who override a kernel later still see the warning.
 class WithoutWarning {
  public:
   WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {
@@ -165,8 +165,8 @@ struct Registration {
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
-// Called explicitly from Python, because free-threaded Python may run the capsule's destructor much
-// later.
+// Python code calls this explicitly, because free-threaded Python may run the capsule's destructor
+// much later.
 PyObject* remove(PyObject* capsule, PyObject*) {
   auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
   registration->handle.reset();

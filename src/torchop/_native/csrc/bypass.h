@@ -1,5 +1,5 @@
-// bypass.h: let calls that go through the dispatcher skip torchop's Python kernels at Autograd and
-// ADInplaceOrView when these kernels have nothing to do.
+// bypass.h: for calls through the dispatcher, skip torchop's Python kernels at Autograd and
+// ADInplaceOrView when these kernels would only redispatch or bump versions.
 #pragma once
 
 #include <Python.h>

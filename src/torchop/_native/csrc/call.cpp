@@ -14,8 +14,8 @@ namespace torchop {
 
 namespace {
 
-// Finds the plan's item for a kernel in the dispatch table. A linear search is fast enough, because
-// a plan has few kernels.
+// Finds a kernel of the dispatch table in the plan. A linear search is fast enough, because a plan
+// has few kernels.
 const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   for (const Plan::Kernel& kernel : plan.kernels) {
     if (kernel.dispatcher_kernel == dispatcher_kernel)
@@ -24,7 +24,7 @@ const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   return nullptr;
 }
 
-// Returns whether elements of the tensor share memory, as in an expanded tensor. Like
+// Returns whether elements of the tensor share memory, as in an expanded tensor. Best effort: like
 // at::has_internal_overlap, only checks for dimensions of stride 0.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
@@ -36,10 +36,10 @@ bool overlaps_itself(const at::TensorImpl& impl) {
   return overlaps;
 }
 
-// Returns whether a kernel is certainly allowed to mutate the tensor. It may not be allowed if
-// elements of the tensor overlap, if the tensor is an inference tensor and inference mode is off,
-// or if the mutation must be recorded in the tensor's history. In these cases, the Python kernels
-// check the tensor.
+// Returns whether a kernel is certainly allowed to mutate the tensor. This is uncertain if elements
+// of the tensor overlap, if the tensor is an inference tensor and inference mode is off, or if the
+// mutation must be recorded in the tensor's history. In these cases, returns false, so that the
+// Python kernels check the tensor.
 C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keeps_history) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
@@ -48,8 +48,8 @@ C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keep
       !(keeps_history && impl.requires_grad());
 }
 
-// Returns whether all arguments have the layouts that the operator declares. Otherwise, the Python
-// kernels copy them.
+// Returns whether all arguments have the layouts that the operator declares. If not, the call falls
+// back to the Python kernels, which copy the arguments.
 bool has_declared_layouts(const Plan& plan, const Values& values) {
   bool fits = true;
   for (const Plan::Layout& layout : plan.layouts) {
@@ -64,11 +64,12 @@ bool has_declared_layouts(const Plan& plan, const Values& values) {
 }
 
 // Returns whether no other argument shares memory with `tensor`, which belongs to the mutated
-// argument at index `written`. An argument that the kernel only reads may be the very same tensor.
-// If arguments share memory in any other way, the result of an in-place or out= operator depends on
-// the order of reads and writes in the kernel, so the Python kernels must check the call. Other
-// operators may mutate several tensors that share memory. But if a formula saves an input that
-// shares memory with a mutated tensor, it would save the new value.
+// argument at index `written`. There is one exception: an argument that the kernel only reads may
+// be the very same tensor. If arguments share memory in any other way, the result of an in-place or
+// out= operator depends on the order of reads and writes in the kernel, so the Python kernels must
+// check the call. Other operators may mutate several tensors that share memory. But they must not
+// mutate a tensor that shares memory with an input, because a formula that saves the input would
+// save the new value.
 bool has_no_alias(PyObject* tensor, size_t written, const Plan& plan, const Values& values) {
   bool alone = true;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
@@ -90,8 +91,8 @@ bool has_no_alias(PyObject* tensor, size_t written, const Plan& plan, const Valu
 __attribute__((noinline)) bool mutation_is_plain(
     const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
-  // Operators that were defined with torch.library.custom_op may mutate a tensor that requires
-  // grad, because PyTorch does not record the mutation in the tensor's history.
+  // Operators of torch.library.custom_op may mutate tensors that require grad, because PyTorch does
+  // not record their mutations in a tensor's history.
   const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
   const bool may_save = keeps_history && plan.gradient.setup_context != nullptr;
   const bool must_be_alone = may_save || !plan.returns.parameters.empty();
@@ -151,8 +152,8 @@ __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) 
 }
 
 // Bumps the versions of the mutated tensors. As in torch.library, this happens before the kernel
-// runs, because a kernel may write and then raise. Keep in sync with `count_versions` in bypass.cpp
-// and in _rules/mutation/kernels.py, which must bump the same tensors.
+// runs, because the kernel may write to a tensor and then raise. Keep in sync with `count_versions`
+// in bypass.cpp and in _rules/mutation/kernels.py, which must bump the same tensors.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
     return;
@@ -169,8 +170,8 @@ Decision decide(
     decision.reason = reason;
     return decision;
   };
-  // The order of these checks matters. If `always_dispatches` is true, `plan.op` may be empty, so
-  // it comes first. `inspect` reads the values that `bind` sets.
+  // The order of these checks matters. Check `always_dispatches` first, because `plan.op` may be
+  // empty if it is true. `inspect` reads the values that `bind` sets.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
   if (C10_UNLIKELY(is_disabled()))
@@ -236,23 +237,23 @@ PyObject* try_call(
   bool is_unusual = false;
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
-  // If a call further up the stack has requested residuals from its kernel, the request may or may
-  // not be for this kernel. Only the Python wrapper can find out, so run it instead of the author's
-  // function.
+  // If a call further up the stack has requested residuals from its kernel, this kernel may or may
+  // not be the one that must return them. Only the Python wrapper can tell, so run it instead of
+  // the author's function.
   const bool calls_author =
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (calls_author)
     function = decision.kernel->author;
   note_call(function);
-  // This call may come from another operator's kernel that must return residuals. But our operator
-  // has no residuals, so `records_gradient()` must return False in our kernel.
+  // The caller may be the kernel of another operator that must return residuals. Since this
+  // operator has no residuals, `records_gradient()` must return False in its kernel.
   std::optional<Recording> suspended;
   if (plan.residuals.type == nullptr && thread_records(all_recordings))
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // `record` creates the node before it calls this lambda. So if that raises, the kernel has not
-    // run yet, and no argument was mutated.
+    // `record` creates the node before it calls this lambda. So if creating the node raises, the
+    // kernel has not run yet and has not mutated any argument.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {
@@ -268,9 +269,9 @@ PyObject* try_call(
     });
   } else {
     count_versions(plan, values, decision.route);
-    // Skip the Autograd keys while the kernel runs, as the dispatcher does after an Autograd
-    // kernel. If the operator has no Autograd kernel, the keys stay enabled, so that the operators
-    // that the kernel calls are recorded.
+    // Exclude the Autograd keys while the kernel runs, as the dispatcher does after an Autograd
+    // kernel. If the operator has no Autograd kernel, leave the keys enabled, so that autograd
+    // records the operators that the kernel calls.
     std::optional<at::AutoDispatchBelowAutograd> below;
     if (decision.route.through_autograd)
       below.emplace();

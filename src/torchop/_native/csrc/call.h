@@ -21,8 +21,8 @@ Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 
 // Runs a call natively and returns its result. If the call cannot be native, sets `reason` and
-// returns nullptr without an exception, and no kernel has run. `enters_cpp` is true if PyTorch
-// would run this call in the C++ dispatcher, which may be the case even for operators that
+// returns nullptr without an exception and without having run a kernel. `enters_cpp` is true if
+// PyTorch would run this call in the C++ dispatcher. This may be the case even for operators that
 // OpOverload usually dispatches in Python.
 PyObject* try_call(
     const Plan& plan,

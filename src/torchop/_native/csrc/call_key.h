@@ -1,6 +1,6 @@
-// call_key.h: a key for a call's arguments, with which choice.cpp reuses the kernel that was
-// selected for an equal call. The key consists of the tensors' metadata (shapes, strides, dtypes,
-// devices) and the values of the other arguments.
+// call_key.h: a cache key for the arguments of a call. choice.cpp uses it to find the kernel that
+// was selected for an earlier call with the same key. The key consists of the tensors' metadata
+// (shapes, strides, dtypes, devices) and the values of the other arguments.
 #pragma once
 
 #include <cstring>
@@ -20,11 +20,12 @@ constexpr size_t max_key_words = 4096;
 // The key of a call. It contains neither tensor data nor pointers to objects that may be freed.
 class CallKey {
  public:
-  // Keys of calls with equal arguments still differ if their subjects differ.
+  // The `subject` is part of the key, so calls with equal arguments but different subjects have
+  // different keys.
   explicit CallKey(uint64_t subject) : words_{subject} {}
 
-  // Appends all arguments of a vectorcall. Returns false if the key gets too long, or if keys do
-  // not support the type of an argument.
+  // Appends all arguments of a vectorcall. Returns false if the key gets too long or an argument
+  // has a type that keys do not support.
   bool read(PyObject* const* args, size_t count, PyObject* keywords) {
     add(count);
     for (size_t index = 0; index < count; ++index) {
@@ -119,7 +120,7 @@ class CallKey {
   }
 
   bool add_tensor(const at::TensorImpl& impl) {
-    // Symbolic sizes, and sizes that are computed in Python, are not supported.
+    // Sizes that are symbolic or computed in Python are not supported.
     if (C10_UNLIKELY(!has_plain_keys(impl) || impl.has_symbolic_sizes_strides()))
       return false;
     const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();

@@ -1,9 +1,9 @@
 // choice.cpp: select one of several providers' kernels for each call, and cache the selections.
 //
-// Selections are made in Python. A selection depends on the open `torchop.priority` blocks, on
+// Python code makes the selections. A selection depends on the open `torchop.priority` blocks, on
 // `torch.use_deterministic_algorithms`, and on the metadata and values that a provider's function
-// `supports` may read from the arguments. All of these are part of the cache key. If anything else
-// changes, for example because a provider is added, a new call plan has a new Choice object.
+// `supports` may read from the arguments. All of these are part of the cache key. Any other change,
+// such as a new provider, creates a new call plan with a new Choice object, so its cache is empty.
 #include "choice.h"
 
 #include <structmember.h>
@@ -25,14 +25,14 @@ namespace torchop {
 
 namespace {
 
-// A cache that reaches one of these limits is cleared. Otherwise it could grow forever in programs
-// that keep changing the settings, or call operators with ever new shapes.
+// A cache that reaches one of these limits is cleared. Otherwise, it could grow without bound in
+// programs that keep changing the settings or the shapes of arguments.
 constexpr size_t max_selections = 64;
 constexpr size_t max_keys = 4096;
 constexpr size_t max_words = size_t{1} << 18; // 2 MiB for all keys
 
-// The candidates for calls with the same settings. The settings come from the open
-// `torchop.priority` blocks, and the Python function `resolve` determines the candidates.
+// The candidate kernels for calls with the same settings. The settings come from the open
+// `torchop.priority` blocks, and the Python function `resolve` returns the candidates.
 struct Selection {
   THPObjectPtr settings; // the combined settings of the open blocks; interned, so compare addresses
   bool is_deterministic;
@@ -43,7 +43,7 @@ struct Selection {
 // Guarded by the critical section in `call_choice`.
 struct Cache {
   std::vector<Selection> selections;
-  // The kernels of calls whose selection is not fixed.
+  // The kernels that were selected for calls whose Selection is not fixed.
   std::unordered_map<CallKey, THPObjectPtr, CallKey::Hash> kernels;
   size_t words = 0; // in all keys of `kernels`
 };
@@ -61,8 +61,8 @@ Choice& choice_of(PyObject* self) {
   return *reinterpret_cast<Choice*>(self);
 }
 
-// Replaces the cache with an empty one before releasing its references, because releasing them may
-// run Python code that calls this Choice.
+// Swaps in an empty cache before releasing the references in the old one, because releasing them
+// may run Python code that calls this Choice.
 void clear_cache(Choice& choice) {
   const Cache before = std::exchange(choice.cache, Cache());
 }
@@ -75,8 +75,8 @@ const Selection* find_selection(const Choice& choice, PyObject* settings, bool i
   return nullptr;
 }
 
-// A selection may move in memory, but its settings are owned by the cache, so their address is
-// unique.
+// Uses the address of the settings in the key. It is unique because the cache owns the settings,
+// whereas the Selection itself may move in memory.
 CallKey key_for(const Selection& selection) {
   return CallKey(
       reinterpret_cast<uintptr_t>(selection.settings.get()) | selection.is_deterministic);
@@ -93,7 +93,7 @@ const Selection* add_selection(Choice& choice, PyObject* settings, bool is_deter
   if (choice.cache.selections.size() >= max_selections)
     clear_cache(choice);
   // `resolve` runs Python code, so another thread may have added the same selection in the
-  // meantime. Look again before adding it.
+  // meantime. Check again before adding it.
   if (const Selection* added = find_selection(choice, settings, is_deterministic))
     return added;
   choice.cache.selections.push_back(
@@ -105,7 +105,7 @@ const Selection* add_selection(Choice& choice, PyObject* settings, bool is_deter
   return &choice.cache.selections.back();
 }
 
-// Calls Python to select the kernel for a call that is not in the cache, and caches the kernel.
+// Selects the kernel for a call that is not in the cache by calling Python, and caches the kernel.
 // Returns a new reference.
 __attribute__((noinline, cold)) PyObject* select_in_python(
     Choice& choice,
@@ -128,7 +128,8 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
     return kernel.release();
   if (choice.cache.kernels.size() >= max_keys || choice.cache.words + key.size() > max_words)
     clear_cache(choice);
-  // Python code may have cleared the cache, so it may no longer own settings with this address.
+  // The Python code may have cleared the cache. Then nothing keeps the settings alive and their
+  // address may be reused, so the key must not be stored.
   if (find_selection(choice, settings, is_deterministic) != nullptr) {
     const auto [place, is_new] = choice.cache.kernels.try_emplace(key);
     if (is_new) {
@@ -140,9 +141,9 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
 }
 
 // Returns the value of the ContextVar `blocks` (new reference), which describes the open
-// `torchop.priority` blocks. Threads of the autograd engine start with an empty context. In such a
-// thread, reads the context of the thread that called `backward()`, which torch/autograd/graph.py
-// stores in ThreadLocalPythonObjects.
+// `torchop.priority` blocks. Threads of the autograd engine start with an empty context, so in such
+// a thread, reads the context of the thread that called `backward()` instead, which
+// torch/autograd/graph.py stores in ThreadLocalPythonObjects.
 C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
   if (C10_UNLIKELY(PyContextVar_Get(choice.blocks, nullptr, &blocks) < 0))
@@ -186,7 +187,7 @@ C10_ALWAYS_INLINE PyObject* find(
 PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   PyObject* function = nullptr;
   // This critical section guards the cache. Like the GIL, it may be released whenever Python code
-  // runs, so `find` checks the cache again after each call to Python.
+  // runs, so `find` checks the cache again after each call into Python.
   Py_BEGIN_CRITICAL_SECTION(self);
   try {
     function = find(choice_of(self), args, PyVectorcall_NARGS(nargsf), keywords);
@@ -197,8 +198,8 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   if (function == nullptr)
     return nullptr;
   PyObject* result = call_kernel(function, args, nargsf, keywords);
-  // `function` is not a THPObjectPtr, whose destructor would touch a Python object even if the
-  // thread is terminated during finalization.
+  // `function` is not a THPObjectPtr, because the destructor would touch a Python object even if
+  // the thread is being terminated during finalization.
   Py_DECREF(function);
   return result;
 }
@@ -234,7 +235,7 @@ int traverse_choice(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// Like Plan, the type has no tp_clear, because the garbage collector must not clear these members
+// Like Plan, the type has no tp_clear, so that the garbage collector cannot clear these members
 // while a call uses them.
 void dealloc_choice(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);

@@ -1,5 +1,5 @@
-// choice.h: for each call, choose one of several kernels for the same operator and device. Each
-// kernel was registered by a named provider.
+// choice.h: if several named providers have registered kernels for the same operator and device,
+// choose one of these kernels for each call.
 #pragma once
 
 #include <Python.h>
