@@ -25,7 +25,10 @@ from torchop.testing import process_group
 
 
 def can_fork() -> bool:
-    """Return whether a forked process can run kernels, which fails if an accelerator is in use."""
+    """Return whether a forked process could run kernels.
+
+    CUDA and other accelerators do not work in forks of a process that already uses them.
+    """
     accelerator = devices.accelerator()
     return hasattr(os, "fork") and (accelerator is None or not accelerator.is_in_use())
 

@@ -171,7 +171,7 @@ def check_calls(
     Args:
         calls: the recorded calls of each operator.
         only: names, families or patterns of checks.
-        budget: the limit of the processor time in seconds for the checks of each operator.
+        budget: the limit on the CPU time for the checks of each operator, in seconds.
         baseline: known failures.
     """
     baseline = baseline or Baseline(None)

@@ -39,7 +39,7 @@ def _set_default_device(device: torch.device) -> None:
 
 
 def _is_flushing() -> bool:
-    """Return whether this thread flushes denormals to zero, which PyTorch has no getter for."""
+    """Return whether this thread flushes denormals to zero, since PyTorch has no getter for it."""
     return sys.float_info.min * _HALF == 0.0
 
 
@@ -54,7 +54,7 @@ def _function_of_c(name: str) -> Any:
 
 
 def _rounding_mode() -> int:
-    """Return the floating-point rounding mode of this thread, which Python has no getter for."""
+    """Return the rounding mode of this thread from C, since Python has no getter for it."""
     function = _function_of_c("fegetround")
     return 0 if function is None else function()
 

@@ -156,7 +156,7 @@ _workers: dict[_Operator, CheckWorker] = {}
 
 
 def _worker(op: _Operator) -> CheckWorker:
-    """Return the worker process for an operator, after closing that of the previous operator."""
+    """Return the worker process for an operator, closing the worker of the previous operator."""
     if op not in _workers:
         close_workers()
         _workers[op] = CheckWorker(functools.partial(_checks, op))
@@ -227,7 +227,7 @@ class PlannedCheck:
 
 
 def _in_words(op: str, result: Result, first: str = "") -> str:
-    """Describe a failure, which the earlier failure of the check `first` probably explains."""
+    """Describe a failure. If `first` is given, it names the check that probably explains it."""
     link = f"probably for the same reason as {first}; correct that first: " if first else ""
     return f"{op}: {result.check}: {link}{result.message}\n\n{result.program}".rstrip()
 

@@ -29,7 +29,7 @@ class CannotCheck(Exception):  # noqa: N818  (not an error, because the check do
 
 
 class Refused(CannotCheck):
-    """Raised if the operator or its reference rejects the arguments by raising an exception."""
+    """Raised if the operator or its reference raises an exception to reject the arguments."""
 
 
 class ValidError(ValueError):

@@ -27,10 +27,10 @@ def uneven(subject: Subject, example: Example) -> Iterator[Case]:
 
 
 def unequal(subject: Subject, example: Example) -> Iterator[Case]:
-    """Make a tensor with two equal dimensions, such as a square matrix, non-square.
+    """Enlarge one of two equal dimensions of a tensor, so that a square matrix becomes non-square.
 
-    A formula or fake kernel that mixes up two dimensions is still correct for square matrices, so
-    the original example would not catch it.
+    A formula or fake kernel that mixes up two dimensions still gives correct results for square
+    matrices, so the original example does not reveal the bug.
     """
     # C++ kernels may read out of bounds if the shapes of their arguments do not match.
     if subject.operator.function is None:

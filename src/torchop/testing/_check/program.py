@@ -207,7 +207,7 @@ class _Arguments:
     def _random(self, tensor: torch.Tensor) -> str:
         """Return code that creates a random tensor with the same range of values.
 
-        Because of the same range, random integers remain valid indices if the tensor holds indices.
+        Thanks to the range, the random numbers are valid indices if the tensor holds indices.
         """
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]

@@ -147,8 +147,8 @@ def fakes_on_the_device(call: Call, device: str) -> None:
 
     Fake tensors have no memory, so `device` need not exist. Call the fake kernel twice, with
     `device` as the default device in the second call. A result that is on `device` only in the
-    second call was created without `device=`, which is a bug. A result that is on another device in
-    both calls is there on purpose.
+    second call was created without `device=`, which is a bug. If a result is on another device in
+    both calls, assume that this is on purpose.
     """
     with fake_tensors.new_fake_mode():
         args, kwargs = call.example.map(
