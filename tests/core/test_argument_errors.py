@@ -136,3 +136,12 @@ def test_types_that_are_stored_as_integers_have_their_python_names(
     )
     with pytest.raises(torchop.ArgumentError, match=message):
         op(torch.ones(1), value)
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_argument_passed_twice_is_a_type_error(namespace, dispatched):
+    op = define(namespace, "float? v=None")
+    disabled = torchop.native.disabled() if dispatched else contextlib.nullcontext()
+    message = rf"^{namespace}::op: Argument 'x' specified both"
+    with disabled, pytest.raises(TypeError, match=message):
+        op(T, x=T)

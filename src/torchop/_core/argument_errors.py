@@ -81,6 +81,8 @@ def argument_error(
     if (unknown := _UNKNOWN.match(text)) and unknown["name"] == str(name):
         close = nearest(unknown["keyword"], _PARAMETER.findall(unknown["schema"]))
         return ArgumentError(f"{unknown['sentence']}{close}. Schema: {unknown['schema']}.")
+    if _TWICE.match(text) and f" Schema: {name}(" in text:
+        return ArgumentError(f"{name}: {text}")
     start = f"{name.packet}() Expected a value of type "
     if not text.startswith(start) or "\nValue: " not in text:
         return None
@@ -104,6 +106,7 @@ _UNKNOWN = re.compile(
     r"(?P<sentence>Unknown keyword argument '(?P<keyword>\w+)' for operator '(?P<name>\S+)')\. "
     r"Schema: (?P<schema>.*)"
 )
+_TWICE = re.compile(r"Argument '\w+' specified both as positional and keyword argument\.")
 _PARAMETER = re.compile(r" (\w+)(?==|,|\))")
 
 

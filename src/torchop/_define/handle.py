@@ -19,6 +19,7 @@ from torchop._define.registrations import Registrations
 from torchop._errors import ArgumentError, OperatorNotFoundError, short_repr
 from torchop._native import switch
 from torchop._rules.autocast import AutocastRule
+from torchop._rules.autograd.errors import note_if_autograd_was_used
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import KernelRule
@@ -135,6 +136,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self, error: RuntimeError, keywords: Iterable[str] | None = None
     ) -> RuntimeError | None:
         # `explain_refusal` in csrc/entry.cpp calls this method too.
+        note_if_autograd_was_used(self._definition, error)
         return argument_error(self._definition.name, error, keywords or ()) or missing_rule_error(
             self.name, error
         )

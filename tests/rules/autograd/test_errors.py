@@ -1,7 +1,7 @@
 """Formulas that read data work in eager calls. Elsewhere, they raise an error that says why."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -303,3 +303,42 @@ def test_attributes_of_opaque_arguments_have_no_value_in_a_trace(namespace: str)
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(BackendCompilerFailed, match=f"{namespace}::times: .*'number'"):
         torch.compile(multiply, backend="aot_eager", fullgraph=True)(x, Reference(3))
+
+
+def energy(x: Tensor) -> Tensor:
+    return x.square().sum()
+
+
+def forces_by_autograd(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(energy(x), x)[0]
+
+
+def forces_by_func(x: Tensor) -> Tensor:
+    return torch.func.grad(energy)(x)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_autograd_in_a_kernel_raises_with_the_fix(namespace, native, requires_grad):
+    op = torchop.custom_op(f"{namespace}::forces", forces_by_autograd, mutates_args=())
+    x = X.clone().requires_grad_(requires_grad)
+    disabled = nullcontext() if native else torchop.native.disabled()
+    with disabled, pytest.raises(RuntimeError, match="does not require grad") as raised:
+        op(x)
+    text = " ".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert f"in the kernel of {namespace}::forces" in text
+    assert "torch.func.grad" in text
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_kernel_may_use_func_grad(namespace, backend):
+    op = torchop.custom_op(f"{namespace}::forces", forces_by_func, mutates_args=())
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, grad: 2 * grad)
+    x = X.clone().requires_grad_()
+    function = torch.compile(op, backend=backend, fullgraph=True) if backend else op
+    y = function(x)
+    assert_close(y, 2 * x)
+    assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 2.0))

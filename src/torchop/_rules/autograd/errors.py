@@ -11,7 +11,7 @@ from torchop._compat import functorch, tracing
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
-from torchop._errors import MissingFormulaError, TracingError, short_text
+from torchop._errors import MissingFormulaError, TracingError, add_note, short_text
 from torchop._schema.structure.nodes import TENSOR_LISTS, Leaf
 from torchop._schema.types import spell
 
@@ -27,6 +27,17 @@ def missing_formula(definition: Definition) -> MissingFormulaError:
         f"Register one with register_autograd({str(definition)!r}, backward, "
         f"setup_context=...).{derive * derivable}"
     )
+
+
+def note_if_autograd_was_used(definition: Definition, error: RuntimeError) -> None:
+    """Add a note with the fix to the error of a kernel that called torch.autograd."""
+    # The message of `run_backward` in torch/csrc/autograd/autograd.cpp
+    if str(error).startswith("element 0 of tensors does not require grad"):
+        add_note(
+            error,
+            f"in the kernel of {definition}. PyTorch records no gradients inside a kernel, even "
+            "under torch.enable_grad. Use torch.func.grad or torch.func.vjp there",
+        )
 
 
 def raise_if_data_was_read(
