@@ -37,6 +37,19 @@ def remove_count(op: OpOverload) -> None:
             del registry[packet]
 
 
+def has_count(op: OpOverload) -> bool:
+    return op._overloadpacket in _registry()
+
+
+def counted(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return the number of operations that FlopCounterMode counts for a call."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        op(*args, **kwargs)
+    return counter.get_total_flops()
+
+
 def on_uncounted_call(report: Callable[[str], None]) -> None:
     """Call `report` with the name of each operator that FlopCounterMode calls without a formula.
 

@@ -279,6 +279,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return is_strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
+def has_strides(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def contiguous_copies(value: Any) -> Any:
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
@@ -372,7 +376,9 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
     places = written_places(op)  # outside of the function, because compilers trace the function
 
     def function(*tensors: torch.Tensor) -> list[Any]:
-        call_args, call_kwargs = with_tensors((args, kwargs), [t.clone() for t in tensors])
+        # Clone only what the operator may write, so that checks notice other writes.
+        copies = [t.clone() for t in tensors] if places else tensors
+        call_args, call_kwargs = with_tensors((args, kwargs), copies)
         results = leaves(op(*call_args, **call_kwargs))
         return results + written(places, call_args, call_kwargs)
 

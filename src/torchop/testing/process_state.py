@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import decimal
 import functools
 import gc
 import locale
@@ -30,8 +31,14 @@ def _numpy_random() -> Any:
 
 
 def _numpy_state() -> Any:
+    # Bytes are compared faster than lists, and this state is read twice for each call.
     kind, keys, *rest = _numpy_random().get_state()
-    return kind, keys.tolist(), *rest
+    return kind, keys.tobytes(), *rest
+
+
+def _set_numpy_state(state: Any) -> None:
+    kind, keys, *rest = state
+    _numpy_random().set_state((kind, sys.modules["numpy"].frombuffer(keys, "uint32"), *rest))
 
 
 def _set_default_device(device: torch.device) -> None:
@@ -84,6 +91,27 @@ def _set_streams(streams: list[torch.Stream]) -> None:
     torch.accelerator.set_device_index(index)
 
 
+def _attribute(module: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return a getter and a setter for a variable of a module."""
+    return functools.partial(getattr, module, name), functools.partial(setattr, module, name)
+
+
+def _affinity() -> Any:
+    """Return the CPUs on which this thread may run, or None if the system does not report them."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def _decimal_context() -> tuple[int, str]:
+    """Return the settings of this thread's decimal context, without the flags of operations."""
+    context = decimal.getcontext()
+    return context.prec, context.rounding
+
+
+def _set_decimal_context(settings: tuple[int, str]) -> None:
+    context = decimal.getcontext()
+    context.prec, context.rounding = settings
+
+
 def _signal_handlers() -> list[tuple[int, Any]]:
     # signal.valid_signals() is slower, because it creates an enum member for each signal.
     return [(number, signal.getsignal(number)) for number in range(1, signal.NSIG)]
@@ -123,6 +151,43 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     ),
     "torch.set_flush_denormal()": (_is_flushing, torch.set_flush_denormal),
     "fegetround()": (_rounding_mode, lambda mode: _function_of_c("fesetround")(mode)),
+    "torch.get_autocast_dtype('cpu')": (
+        functools.partial(torch.get_autocast_dtype, "cpu"),
+        functools.partial(torch.set_autocast_dtype, "cpu"),
+    ),
+    "torch.is_autocast_cache_enabled()": (
+        torch.is_autocast_cache_enabled,
+        torch.set_autocast_cache_enabled,
+    ),
+    "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "torch.is_warn_always_enabled()": (torch.is_warn_always_enabled, torch.set_warn_always),
+    "torch.backends.cudnn.benchmark": _attribute(torch.backends.cudnn, "benchmark"),
+    "torch.backends.cudnn.deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+    "torch.backends.mkldnn.enabled": (
+        functools.partial(getattr, torch.backends.mkldnn, "enabled"),
+        torch.backends.mkldnn.set_flags,
+    ),
+    "torch.backends.cuda.flash_sdp_enabled()": (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+    ),
+    "torch.backends.cuda.math_sdp_enabled()": (
+        torch.backends.cuda.math_sdp_enabled,
+        torch.backends.cuda.enable_math_sdp,
+    ),
+    "torch.backends.mha.get_fastpath_enabled()": (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    "torch.backends.opt_einsum.enabled": _attribute(torch.backends.opt_einsum, "enabled"),
+    "gc.get_threshold()": (gc.get_threshold, lambda limits: gc.set_threshold(*limits)),
+    "sys.getrecursionlimit()": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "sys.excepthook": _attribute(sys, "excepthook"),
+    "sys.stdout": _attribute(sys, "stdout"),
+    "sys.stderr": _attribute(sys, "stderr"),
+    "logging.root.level": (lambda: logging.root.level, logging.root.setLevel),
+    "decimal.getcontext()": (_decimal_context, _set_decimal_context),
+    "os.sched_getaffinity(0)": (_affinity, lambda cpus: os.sched_setaffinity(0, cpus)),
     "gc.isenabled()": (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
     "locale.setlocale(LC_ALL)": (
         functools.partial(locale.setlocale, locale.LC_ALL),
@@ -131,12 +196,13 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     # Warning filters are not restored here, because a module that is imported during a call may add
     # filters that must stay. Checks that add filters remove them again.
     "warnings.filters": (lambda: [*warnings.filters], None),
+    "sys.path": (lambda: [*sys.path], None),  # not restored for the same reason
     "signal.getsignal()": (_signal_handlers, _set_signal_handlers),
     "os.getcwd()": (os.getcwd, os.chdir),
     "os.environ": (lambda: dict(os.environ), set_environment),
     "random.getstate()": (random.getstate, random.setstate),
     "torch.get_rng_state()": (lambda: torch.get_rng_state().view(torch.int64).tolist(), None),
-    "numpy.random.get_state()": (_numpy_state, lambda state: _numpy_random().set_state(state)),
+    "numpy.random.get_state()": (_numpy_state, _set_numpy_state),
     "numpy.geterr()": (
         lambda: sys.modules["numpy"].geterr(),
         lambda state: sys.modules["numpy"].seterr(**state),

@@ -48,6 +48,10 @@ _ADVICE: dict[str, Advice] = {
         "The result of a call depends on earlier calls.",
         "Do not keep values from call to call, or compare them with all arguments before use.",
     ),
+    "contracts.written": Advice(
+        "An argument is declared as mutated, but no call changes it.",
+        "Write into {x}, for example with copy_, or remove {x} from mutates_args.",
+    ),
     "contracts.kept": Advice(
         "The operator keeps the memory of an argument after the call.",
         "Do not store {x}, or store a copy.",
@@ -79,6 +83,10 @@ _ADVICE: dict[str, Advice] = {
     "memory.empty": Advice("The result is wrong for tensors without elements.", _SIZES),
     "memory.single": Advice("The result is wrong for dimensions of size 1.", _SIZES),
     "memory.zero_dim": Advice("The result is wrong for tensors without dimensions.", _SIZES),
+    "memory.out": Advice(
+        "An out= argument of another shape is not resized.",
+        "Call resize_ on {x}, or raise an error.",
+    ),
     "memory.blocks": Advice("The result is wrong for large sizes.", "Check the limits of loops."),
     "memory.written_expanded": Advice(
         "A call writes into an expanded tensor instead of raising an error.",
@@ -143,6 +151,10 @@ _ADVICE: dict[str, Advice] = {
     "subsystems.func": Advice("Gradients of torch.func are wrong.", _FORMULA, "formula"),
     "subsystems.vmap*": Advice(
         "vmap disagrees with a loop over the batch.", "Correct the vmap rule."
+    ),
+    "subsystems.flops": Advice(
+        "The FLOP formula does not return the number of operations.",
+        "Return an int of 0 or more, which grows with the sizes.",
     ),
     "subsystems.threads": Advice(
         "Two threads that call the operator at once get wrong results.",

@@ -88,6 +88,15 @@ def expanded(tensor: Tensor, finite: bool = False) -> Tensor:
     return row.expand(tensor.shape)
 
 
+def expanded_last(tensor: Tensor, finite: bool = False) -> Tensor:
+    """Repeat the first slice along the last dimension of more than one element, with stride 0."""
+    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
+    if len(dims) < 2:
+        raise CannotCheck("no tensor has two dimensions of more than one element")
+    column = contiguous(tensor.narrow(dims[-1], 0, 1).contiguous(), finite)
+    return column.expand(tensor.shape)
+
+
 def channels_last(tensor: Tensor, finite: bool = False) -> Tensor:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if tensor.dim() not in formats:
@@ -126,10 +135,12 @@ LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
     "negative": negative,
     "conjugate": conjugate,
     "expanded": expanded,
+    "expanded_last": expanded_last,
 }
+_EXPANDED = ("expanded", "expanded_last")
 # The layouts for tensors that the operator writes to. An expanded tensor is not a valid output,
 # because several of its elements share the same memory.
-WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
+WRITABLE = tuple(name for name in LAYOUTS if name not in _EXPANDED)
 
 
 def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) -> Example:
@@ -145,7 +156,7 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
         layout = layouts.get(index)
         if layout is None or not is_plain(tensor):
             continue
-        if layout == "expanded" and has_fixed_values(tensor, example):
+        if layout in _EXPANDED and has_fixed_values(tensor, example):
             problem = CannotCheck(
                 "integers that are sorted, lengths or a permutation cannot be expanded"
             )

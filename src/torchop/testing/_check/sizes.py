@@ -61,6 +61,8 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
 
 # One more than common block sizes and grid sizes of kernels.
 BLOCKS = (1025, 65537)
+# A size between common tile sizes that is not a multiple of one, and a multiple of most tile sizes.
+TILES = (127, 1024)
 # The maximum number of elements in an enlarged example, and separately in its results. This limit
 # keeps the time of a call below one second.
 _MOST_ELEMENTS = 2**19

@@ -19,6 +19,7 @@ from torchop.testing._check.checks import (
     contexts,
     digits,
     fakes,
+    gradient_cases,
     gradients,
     incoming_gradients,
     later_calls,
@@ -133,6 +134,11 @@ def _with_reference(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
     return _compared(subject, case, call)
 
 
+def _unchanged(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
+    subject.needs_fixed_results()
+    return {"example": tuple(case.example)}
+
+
 def _reproducible(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
     subject.needs_fixed_results()
     return {}
@@ -173,14 +179,17 @@ _FAKE = {"probe": fakes.describes_results}
 _PROMOTED = {"probe": fakes.describes_results, "options": _describable}
 
 _LAYOUTS = (
-    "contiguous transposed gaps sliced offset channels_last odd_strides negative conjugate expanded"
+    "contiguous transposed gaps sliced offset channels_last odd_strides negative conjugate "
+    "expanded expanded_last"
 )
 _SIZES = "empty single longer"
 # A kernel may violate its schema for a single dtype or layout, so try nearly all variants. Leave
 # out arguments that share memory, because a declared write to one of them also changes the others,
 # and the slow variant "blocks".
 _ALL_VARIANTS = " ".join(
-    name for name, each in VARIANTS.items() if each.group != "sharing" and name != "blocks"
+    name
+    for name, each in VARIANTS.items()
+    if each.group != "sharing" and name not in ("blocks", "tiles", "other_out")
 )
 
 
@@ -205,6 +214,7 @@ CHECKS: tuple[CheckKind, ...] = (
         of_kernel=_always,
     ),
     *alone("contracts", process.repeated, later_calls.state, of_kernel=_if_deterministic),
+    *alone("contracts", later_calls.written),
     *alone("contracts", process.kept, leaking.leaks, process.process, of_kernel=_always),
     *alone("contracts", process.environment, of_kernel=_if_deterministic),
     *_of(
@@ -239,7 +249,16 @@ CHECKS: tuple[CheckKind, ...] = (
         channels_last="Is it the same for channels-last tensors?",
         negative="Is it the same for negative views?",
         conjugate="Is it the same for conjugate views?",
-        expanded="Is it the same for expanded tensors?",
+    ),
+    *_of(
+        "memory.expanded",
+        _SAME,
+        "expanded expanded_last",
+        "Is it the same for expanded tensors?",
+    ),
+    *_each(
+        "memory",
+        _SAME,
         empty="Is it right for tensors without elements?",
         single="Is it right for dimensions of size 1?",
         odd_strides="Does it ignore the strides of dimensions of size 1?",
@@ -253,9 +272,15 @@ CHECKS: tuple[CheckKind, ...] = (
     ),
     *_each("memory", _REFUSED, written_expanded="Does it refuse to write expanded tensors?"),
     *_of(
+        "memory.out",
+        {"probe": results.resizes_outputs, "options": _unchanged, "takes_refused": True},
+        "other_out",
+        "Are `out=` arguments of another shape resized, or refused?",
+    ),
+    *_of(
         "memory.blocks",
         {"probe": results.right_in_blocks, "options": _in_blocks},
-        "blocks",
+        "blocks tiles",
         "Is every element written, and right, if sizes exceed common block sizes?",
         of_kernel=_always,
     ),
@@ -310,13 +335,16 @@ CHECKS: tuple[CheckKind, ...] = (
     *_of(
         "subsystems.fake",
         _FAKE,
-        f"plain {_LAYOUTS} {_SIZES} uneven unequal block absent scalars",
+        f"plain {_LAYOUTS} {_SIZES} uneven unequal block absent scalars zeros nan",
         "Does the fake kernel return the right metadata?",
         of_kernel=_always,
     ),
     *alone("subsystems", fakes.fake_symbols, fakes.fake_devices, fakes.autograd_registration),
     *alone(
-        "subsystems", incoming_gradients.grad_strides, gradients.gradcheck, gradients.gradgradcheck
+        "subsystems",
+        incoming_gradients.grad_strides,
+        gradient_cases.gradcheck,
+        gradients.gradgradcheck,
     ),
     *alone(
         "subsystems", gradients.forward_mode, incoming_gradients.needs_input_grad, gradients.saved
@@ -325,7 +353,7 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone("subsystems", residuals.residuals, contexts.vmap, contexts.vmap_random, contexts.func),
     *alone("subsystems", process.threads, of_kernel=_if_deterministic),
     *alone("subsystems", contexts.autocast, contexts.inference_mode),
-    *alone("subsystems", contexts.subclasses, contexts.sharding),
+    *alone("subsystems", contexts.subclasses, contexts.sharding, contexts.flops),
     *alone("subsystems", accelerator.accelerator, accelerator.capture),
     *alone("subsystems", contexts.vmap_compiled, fakes.compiled, is_costly=True),
     *alone("subsystems", fakes.compiled_autocast, fakes.export_dynamic, is_costly=True),

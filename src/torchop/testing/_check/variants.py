@@ -17,10 +17,12 @@ from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.cases import Arrangement, Case, Variant
 from torchop.testing._check.enlarged import unequal, uneven
 from torchop.testing._check.layouts import LAYOUTS, WRITABLE, in_layout
+from torchop.testing._check.outputs import other_out
 from torchop.testing._check.relations import has_fixed_values, referred
 from torchop.testing._check.sharing import one_tensor, one_view, overlapping, shared
 from torchop.testing._check.sizes import (
     BLOCKS,
+    TILES,
     each_resized,
     larger_sizes,
     sizes,
@@ -64,7 +66,13 @@ def original(subject: Subject, example: Example) -> Cases:
 # --------------------------------------------------------------------------------------------------
 # Layouts
 
-_WORDS = {"gaps": "with gaps", "offset": "at an offset", "negative": "as a negative view"}
+_WORDS = {
+    "gaps": "with gaps",
+    "offset": "at an offset",
+    "negative": "as a negative view",
+    "conjugate": "as a conjugate view",
+    "expanded_last": "expanded in the last dimension",
+}
 
 
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
@@ -121,7 +129,10 @@ def conjugate(subject: Subject, example: Example) -> Cases:
         )
         if not any(t.dtype.is_complex for t in example.tensors):
             raise CannotCheck("no argument is complex or can be made complex")
-    yield Case("conjugate views", example, in_layout("conjugate"))
+    places = [place for place, t in enumerate(example.tensors) if t.dtype.is_complex]
+    for chosen in each_and_all(places):
+        label = f"{_which(subject, example, chosen, len(places))} {_WORDS['conjugate']}"
+        yield Case(label, example, in_layout("conjugate", chosen))
 
 
 def written_expanded(subject: Subject, example: Example) -> Cases:
@@ -412,6 +423,8 @@ VARIANTS: dict[str, Variant] = {
     **_group("size", longer=longer, uneven=uneven, unequal=unequal),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
+    "tiles": Variant("tiles", "size", functools.partial(larger, TILES), most=1),
+    **_group("size", other_out=other_out),
     # The same as "blocks", but only with the smallest size, for checks of fake kernels. A fake
     # kernel in Python may be slow for large sizes.
     "block": Variant("block", "size", functools.partial(larger, BLOCKS[:1]), most=1),

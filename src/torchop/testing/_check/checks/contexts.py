@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from torchop import MissingFormulaError
+from torchop._compat import flop_counter
 from torchop._compat.optests import PassingTensor
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
@@ -19,17 +21,20 @@ from torchop.testing._check.checks.gradients import (
     requiring_grad,
     same_gradients,
 )
+from torchop.testing._check.sizes import each_resized, sizes
 from torchop.testing._check.subject import Subject
+from torchop.testing._check.variants import in_dtype, other_scalars
 from torchop.testing._sharding import check_sharding
-from torchop.testing.process_state import seed_torch
+from torchop.testing.process_state import process_state, seed_torch
 
 # --------------------------------------------------------------------------------------------------
 # Probes
 
 
-def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any) -> None:
-    """Check that the results of `vmap` agree with a loop over the batch."""
-    batch = 3
+def maps_like_a_loop(
+    call: Call, in_dims: Any, out_dim: int = 0, batch: int = 3, **options: Any
+) -> None:
+    """Check that the results of `vmap` agree with a loop, and that `vmap` writes no argument."""
     run, originals = probes.on_tensors(call.op, *call.example)
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -46,9 +51,28 @@ def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any)
     pairs = list(zip(mapped, in_dims, strict=True))
     loop = [function(*(element(*pair, n) for pair in pairs)) for n in range(batch)]
     expected = [torch.stack(results, out_dim) for results in zip(*loop, strict=True)]
+    before = probes.copies(mapped)
     actual = torch.vmap(function, tuple(in_dims), out_dim, **options)(*mapped)
     what = f"vmap with in_dims={tuple(in_dims)}, out_dims={out_dim}"
     probes.assert_same(actual, expected, what)
+    probes.assert_same(mapped, before, f"an argument after {what}")
+
+
+def maps_twice_like_a_loop(call: Call) -> None:
+    """Check that `vmap` of `vmap` agrees with two loops."""
+    run, _ = probes.on_tensors(call.op, *call.example)
+
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(probes.tensors_of(run(*tensors)))
+
+    each = [call.other_values(n).tensors for n in range(4)]
+    loop = [function(*tensors) for tensors in each]
+    expected, mapped = (
+        [torch.stack(same).unflatten(0, (2, 2)) for same in zip(*columns, strict=True)]
+        for columns in (loop, each)
+    )
+    actual = torch.vmap(torch.vmap(function))(*mapped)
+    probes.assert_same(actual, expected, "vmap of vmap")
 
 
 def draws_for_each(call: Call) -> None:
@@ -122,7 +146,14 @@ def runs_in_autocast(call: Call) -> None:
         return call.valid(call.example.with_tensors(changed)).copy()
 
     with torch.autocast(device.type, dtype=lower):
+        before = process_state(random_numbers=False)
         actual = call.again()
+        for name, value in process_state(random_numbers=False).items():
+            if "autocast" in name and value != before[name]:
+                raise AssertionError(
+                    f"the call changes {name} from {before[name]} to {value}. Restore it before "
+                    "returning."
+                )
     problem = None
     choices: list[Any] = [(lower, ()), (lower, floats), (torch.float32, floats)]
     ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
@@ -145,6 +176,33 @@ def runs_in_autocast(call: Call) -> None:
         f"under autocast, the result is neither that of the plain call nor that of a call on cast "
         f"inputs: {problem}"
     )
+
+
+def ignores_autocast(call: Call) -> None:
+    """Check that autocast changes nothing for arguments in double, which autocast never casts."""
+    expected = call.again()
+    device_type = call.tensors[-1].device.type
+    with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type)):
+        actual = call.again()
+    probes.assert_same(actual, expected, "under autocast, with arguments in double")
+
+
+def counts_operations(call: Call, larger: Any) -> None:
+    """Check that the FLOP formula returns a count, and a larger one for `larger`, another call."""
+    what = "the FLOP formula"
+    try:
+        count, of_larger = (
+            flop_counter.counted(call.op, *probes.copies(each))
+            for each in (tuple(call.example), larger)
+        )
+    except Exception as error:
+        raise AssertionError(f"{what} raises {reason(error)}.") from error
+    if type(count) is not int or count < 0:
+        raise AssertionError(f"{what} returns {count!r}. Return an int of 0 or more.")
+    if count >= of_larger and count:
+        raise AssertionError(
+            f"{what} returns {count} for this call, and {of_larger} if each size is twice as large."
+        )
 
 
 def runs_in_inference_mode(call: Call) -> None:
@@ -212,7 +270,18 @@ def vmap(subject: Subject, details: Details) -> Iterator[Case]:
         yield _mapped(example, in_dims=choices[0], chunk_size=2)
         if all(tensor.dim() for tensor in tensors):
             yield _mapped(example, in_dims=choices[0], out_dim=-1)
+        yield _mapped(example, in_dims=choices[0], batch=9)
+        yield Case("vmap of vmap", example, probe=maps_twice_like_a_loop)
+        for case in (*other_scalars(subject, example), *_in_double(subject, example)):
+            changed = _mapped(case.example, in_dims=choices[0])
+            yield dataclasses.replace(changed, label=f"{changed.label}, {case.label}")
     raise CannotCheck("no argument is a tensor")
+
+
+def _in_double(subject: Subject, example: Example) -> Iterator[Case]:
+    changed = in_dtype(torch.double, example)
+    if any(t.dtype is torch.float32 for t in example.tensors) and subject.refusal(changed) is None:
+        yield Case("in double", changed)
 
 
 def _mapped(example: Example, **options: Any) -> Case:
@@ -272,6 +341,11 @@ def autocast(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         if any(t.dtype is torch.float32 for t in example.tensors):
             yield Case("torch.autocast", example, probe=runs_in_autocast)
+            # A rule that keeps cast arguments from call to call uses those of the first call.
+            others = Example(*probes.other_values(tuple(example)))
+            yield Case("torch.autocast, other values", others, probe=runs_in_autocast)
+            for case in _in_double(subject, example):
+                yield Case("torch.autocast in double", case.example, probe=ignores_autocast)
 
 
 def inference_mode(subject: Subject, details: Details) -> Iterator[Case]:
@@ -284,6 +358,17 @@ def subclasses(subject: Subject, details: Details) -> Iterator[Case]:
     """Is the outcome the same for subclasses of Tensor that only forward calls?"""
     for example in subject.strided("torch.Tensor.as_subclass supports strided tensors,"):
         yield Case("the example", example, probe=takes_subclasses)
+
+
+def flops(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does the FLOP formula return a count for each call, and a larger one for larger sizes?"""
+    if not flop_counter.has_count(subject.op):
+        raise CannotCheck("no FLOP formula")
+    for example in subject.accepted():
+        for _, larger in each_resized(example, {size: 2 * size for size in sizes(example)}):
+            if subject.refusal(larger) is None:
+                options = {"larger": tuple(larger)}
+                yield Case("the example", example, probe=counts_operations, options=options)
 
 
 def sharding(subject: Subject, details: Details) -> Iterator[Case]:

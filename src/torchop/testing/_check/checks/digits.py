@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchop._inspect.registrant import functions_of
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
@@ -35,7 +38,22 @@ def _needs_double() -> Iterator[None]:
 
 
 def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
-    """Check that the result agrees with the result in double, up to the precision of the dtype.
+    """Check that the result agrees with the result in double, up to the precision of the dtype."""
+    succeeds(call)
+    outcome = functools.partial(probes.outcome, call.op)
+    actual = probes.mapped(call.record.outcome, probes.dense)
+    agree_up_to_rounding(call, actual, lambda example: outcome(*example), "result", rtol, atol)
+
+
+def agree_up_to_rounding(
+    call: Call,
+    actual: Sequence[Any],
+    outcome: Callable[[Example], Any],
+    what: str,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Check that `actual` agrees with the outcome of the call with its arguments in double.
 
     If no tolerances are given, estimate them: change each input by about one unit in the last place
     of its dtype, and allow an error in proportion to the resulting change in double.
@@ -43,17 +61,16 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
 
     def moved(share: float) -> Any:
         """Return the outcome in double after moving inputs by `share` units in the last place."""
-        example = call.changed(
-            lambda t: (
-                t.double() * (1 + share * torch.finfo(t.dtype).eps * probes.signs_like(t))
-                if t.dtype.is_floating_point
-                else t.clone()
-            )
-        )
-        return probes.mapped(probes.outcome(call.op, *example), probes.dense)
 
-    succeeds(call)
-    actual = probes.mapped(call.record.outcome, probes.dense)
+        def change(tensor: Tensor) -> Tensor:
+            if not tensor.dtype.is_floating_point:
+                return tensor.clone()
+            unit = share * torch.finfo(tensor.dtype).eps
+            changed = tensor.detach().double() * (1 + unit * probes.signs_like(tensor))
+            return changed.requires_grad_(tensor.requires_grad)
+
+        return probes.mapped(outcome(call.changed(change)), probes.dense)
+
     with _needs_double():
         expected = moved(0.0)
     nearby = []
@@ -81,7 +98,7 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
             bound = (atol or 0.0) + (rtol or 0.0) * other.abs()
         if not bool(((one - other).abs() <= bound).all()):
             raise AssertionError(
-                f"result {index} in {actual[index].dtype} is {probes.shown(one)}, but "
+                f"{what} {index} in {actual[index].dtype} is {probes.shown(one)}, but "
                 f"{probes.shown(other)} for the same numbers in double."
             )
 
@@ -231,8 +248,37 @@ def uses_its_default(call: Call, name: str) -> None:
         ) from None
 
 
+def declares_its_default(call: Call, name: str, default: Any, of_kernel: Any) -> None:
+    """Report that a Python kernel has another default than the schema."""
+    raise AssertionError(
+        f"{name}: the default is {default!r} in the schema, and {of_kernel!r} in the kernel. The "
+        "dispatcher drops arguments that are equal to the default in the schema, so the kernel "
+        "uses its own default. Give both the same default."
+    )
+
+
+def _different_defaults(subject: Subject) -> Iterator[dict[str, Any]]:
+    """Yield the arguments whose defaults differ between the schema and a Python kernel."""
+    for function in functions_of(subject.operator.name):
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError):  # it has no signature
+            continue
+        for argument in subject.schema.arguments:
+            default = argument.default
+            parameter = parameters.get(argument.name)
+            if parameter is None or type(default) not in (bool, int, float, str):
+                continue
+            of_kernel = parameter.default
+            if type(of_kernel) is type(default) and of_kernel != default:
+                yield {"name": argument.name, "default": default, "of_kernel": of_kernel}
+
+
 def defaults(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the kernel have the same defaults as the schema?"""
+    for options in _different_defaults(subject):
+        label, example = f"without {options['name']}", subject.accepted(most=1)[0]
+        yield Case(label, example, None, "scalar", declares_its_default, options, shrink=False)
     subject.needs_fixed_results()
     for example in subject.accepted():
         named = subject.by_name(example)

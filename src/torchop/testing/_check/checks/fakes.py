@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import devices, fake_tensors, optests
+from torchop._compat import devices, fake_tensors, optests, tracing
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
@@ -33,12 +33,58 @@ def describes_results(call: Call, symbols: bool = False) -> None:
     """
     succeeds(call)
     mode, (args, kwargs) = _with_fake_tensors(call.example, symbols)
+    given = probes.tensors_of((args, kwargs))
+    before = [(tensor.shape, tensor.stride()) for tensor in given if probes.has_strides(tensor)]
+    results: list[Any] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        results.append(call.op(*args, **kwargs))
+        return results[0]
+
     with mode:
-        actual = probes.outcome(call.op, args, kwargs)
+        actual = probes.outcome(call.op, args, kwargs, noted)
     if symbols:
         fake_tensors.check_symbols(mode, actual)
     whose = "the fake kernel with symbolic sizes" if symbols else "the fake kernel"
     assert_same_metadata(actual, call.record.outcome, "result", whose)
+    fake, real = _structure(results[0]), _structure(call.record.result)
+    if fake != real:
+        raise AssertionError(f"the kernel returns {real}, but {whose} returns {fake}.")
+    if call.schema.is_functional:
+        _share_nothing(call, probes.tensors_of(results), given, before, whose)
+
+
+def _structure(result: Any) -> str:
+    """Describe a result by its lists, and by its items that are None."""
+    if isinstance(result, (list, tuple)):
+        items = ", ".join(map(_structure, result))
+        return f"[{items}]" if isinstance(result, list) else f"({items})"
+    return "None" if result is None else "a tensor" if isinstance(result, Tensor) else "a value"
+
+
+def _share_nothing(
+    call: Call, results: Sequence[Tensor], given: Sequence[Tensor], before: Any, whose: str
+) -> None:
+    """Check that the fake kernel returns new tensors, and does not change its arguments.
+
+    Compilers would treat results that share memory as views of each other or of arguments.
+    """
+    if before != [(t.shape, t.stride()) for t in given if probes.has_strides(t)]:
+        raise AssertionError(f"{whose} changes the shape or the strides of an argument.")
+    owners: dict[int, str] = {}
+    named = [
+        *zip(call.names, given, strict=True),
+        *((f"result {index}", result) for index, result in enumerate(results)),
+    ]
+    for name, tensor in named:
+        if not probes.has_strides(tensor):
+            continue
+        owner = owners.setdefault(tracing.functional_storage(tensor), name)
+        if owner != name and name.startswith("result"):
+            raise AssertionError(
+                f"{name} of {whose} shares memory with {owner}, but the kernel returns new "
+                "memory. Make each result of the fake kernel with torch.empty or empty_like."
+            )
 
 
 class WrongMetadata(Exception):  # noqa: N818  (not raised: the cause of an AssertionError)
@@ -54,6 +100,13 @@ def assert_same_metadata(
     if len(fakes) != len(reals):
         raise AssertionError(f"{whose} returns {len(fakes)} {what}s, but the kernel {len(reals)}.")
     for index, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
+        if isinstance(real, float | str) and isinstance(fake, float | str):
+            if fake != real and not (fake != fake and real != real):
+                raise AssertionError(
+                    f"{what} {index} is {real!r} from the kernel, but {fake!r} from {whose}. "
+                    "Compiled programs use the number of the fake kernel. Return a tensor instead."
+                )
+            continue
         if not isinstance(real, Tensor):
             is_size = isinstance(real, int) and isinstance(fake, int | torch.SymInt)
             if is_size and fake_tensors.number_of(fake) not in (None, real):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -14,17 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import ForwardModeError, GradientError, MissingFormulaError
+from torchop import ForwardModeError, MissingFormulaError
 from torchop.testing import probes
 from torchop.testing._check.calls import REJECTED, Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
-from torchop.testing._check.checks import indices
-from torchop.testing._check.checks.broadcasting import broadcast, requiring_grad_as
-from torchop.testing._check.enlarged import unequal
-from torchop.testing._check.layouts import in_layout
-from torchop.testing._check.sizes import each_resized, sizes, sizes_changed
 from torchop.testing._check.subject import Subject
-from torchop.testing._check.variants import other_scalars
 from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
@@ -57,7 +50,7 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
     except RuntimeError:
         seed_torch(1)
         try:
-            nearby = _moved(call, 0.01)
+            nearby = moved_inputs(call, 0.01)
         except CannotCheck:
             nearby = inputs
         check_at(nearby)
@@ -70,26 +63,7 @@ def gradients_are_finite_and_right(call: Call) -> None:
     gradients_are_right(call)
 
 
-def gradients_are_right_if_broadcast(call: Call, is_double: bool = True) -> None:
-    """Check gradients against finite differences, unless backward rejects broadcast arguments.
-
-    A rejection is not a failure, because many kernels accept more shapes than the author of the
-    operator intended. If the arguments are not in double, check the slope in one direction only.
-    """
-    function, inputs = call.function()
-    try:
-        probes.gradients(function, inputs)
-    except RuntimeError as error:
-        # Autograd and torchop raise these two errors if the formula returns a gradient of the wrong
-        # shape, which is a failure. With any other exception, the formula rejects the call.
-        is_of_autograd = "returned an invalid gradient" in str(error)
-        if not is_of_autograd and not isinstance(error, GradientError):
-            raise CannotCheck(f"backward refuses it: {reason(error)}") from None
-        raise
-    (gradients_are_right if is_double else slopes_are_right)(call)
-
-
-def _moved(call: Call, distance: float) -> list[Tensor]:
+def moved_inputs(call: Call, distance: float) -> list[Tensor]:
     """Return the tensors that require grad, moved by random numbers between 0 and `distance`."""
     moved = call.changed(
         lambda t: (
@@ -99,53 +73,18 @@ def _moved(call: Call, distance: float) -> list[Tensor]:
     return [tensor for tensor in moved.tensors if tensor.requires_grad]
 
 
-def gradients_are_double(call: Call) -> None:
-    """Check that the gradients of double arguments are not computed in a narrower dtype."""
-    function, _ = call.function()
-    seed_torch(0)
-    moved = _moved(call, -1e-9)
-    total = probes.weighted_sum(function(*moved)) / 3
-    for place, grad in enumerate(torch.autograd.grad(total, moved, allow_unused=True)):
-        if grad is None or grad.dtype is not torch.double:
-            continue
-        if (dtype := probes.narrower_dtype(probes.dense(grad))) is not None:
-            name = str(dtype).removeprefix("torch.")
-            raise AssertionError(
-                f"the gradient of {call.differentiable[place]} has dtype {grad.dtype}, but {name} "
-                f"can represent each element: {probes.shown(grad)}. The formula computes in {name}."
-            )
-
-
-def gradients_are_numbers(call: Call, what: str) -> None:
-    """Check that no gradient is NaN if all results are finite."""
-    function, inputs = call.function()
-    results = function(*inputs)
-    if not all(bool(result.isfinite().all()) for result in results):
-        return
-    grads = torch.autograd.grad(probes.weighted_sum(results), inputs, allow_unused=True)
-    for place, grad in enumerate(grads):
-        if grad is not None and bool(probes.dense(grad).isnan().any()):
-            name = call.differentiable[place]
-            raise AssertionError(
-                f"{what}: results are finite, but the gradient of {name} is "
-                f"{probes.shown(probes.dense(grad))}. Define the gradient here (for example 0) "
-                "with torch.where, and keep both branches free of division by zero. If no caller "
-                "may pass such a call, reject it: register_examples(..., valid=...)."
-            )
-
-
-def slopes_are_right(call: Call) -> None:
-    """Check float32 gradients against finite differences, along a single direction.
+def slopes_are_right(call: Call, step: float = 1e-2, tolerance: float = 2e-2) -> None:
+    """Check gradients against finite differences, along a single direction.
 
     Try up to three points. One agreement is enough, because the function may have kinks at the
-    other points.
+    other points. The default step and tolerance are for float32.
     """
     function, _ = call.function()
     problem: RuntimeError | None = None
     for place in range(3):
         seed_torch(place)
         try:
-            probes.slope_is_right(function, _moved(call, 0.1 * place), 1e-2, 2e-2)
+            probes.slope_is_right(function, moved_inputs(call, 0.1 * place), step, tolerance)
         except CannotCheck:
             continue
         except RuntimeError as error:
@@ -209,15 +148,17 @@ def _shares_memory(value: Any, tensor: Tensor) -> bool:
 
 
 def incoming_gradients_are_kept(call: Call) -> None:
-    """Check that backward does not modify its incoming gradients in place.
+    """Check that the formula modifies neither incoming gradients nor arguments in place.
 
     Autograd may pass the same gradient tensor to other nodes, which would read the modified values.
     """
     function, inputs = call.function()
+    before = probes.copies(inputs)
     results = [result for result in function(*inputs) if result.requires_grad]
     given, kept = ([torch.ones_like(result) for result in results] for _ in range(2))
     torch.autograd.grad(results, inputs, given, allow_unused=True)
     probes.assert_same(given, kept, "the incoming gradient after backward")
+    probes.assert_same(inputs, before, "an argument after forward and backward")
 
 
 def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
@@ -328,7 +269,7 @@ def requiring_grad(example: Example) -> Example:
     )
 
 
-def _needs_digits(subject: Subject) -> None:
+def needs_digits(subject: Subject) -> None:
     """Raise CannotCheck if a result is too imprecise for finite differences, which need double."""
     function, inputs = Call(subject.op, *subject.double_examples[0]).function()
     for result in function(*inputs):
@@ -339,79 +280,15 @@ def _needs_digits(subject: Subject) -> None:
             )
 
 
-def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do gradients agree with finite differences, also for broadcast and empty tensors?"""
-    needs_formula(subject)
-    if not subject.takes_double:
-        details["precision"] = "float32, because the operator does not support double"
-        for example in subject.trainable_examples[:3]:
-            yield gradient_case("the example in float32", example, probe=slopes_are_right)
-        for example in subject.trainable_examples[:3]:
-            for label, smaller in broadcast(subject, example):
-                options = {"is_double": False}
-                yield gradient_case(
-                    label, smaller, probe=gradients_are_right_if_broadcast, options=options
-                )
-        return
-    _needs_digits(subject)
-    examples = subject.double_examples[:3]
-    for example in examples:
-        yield gradient_case("the example in double", example, probe=gradients_are_finite_and_right)
-    for example in examples:
-        for label, smaller in broadcast(subject, example):
-            yield gradient_case(label, smaller, probe=gradients_are_right_if_broadcast)
-        changes = [{size: 0} for size in sizes(example) if size]
-        for change, empty in each_resized(example, *changes):
-            yield gradient_case(
-                sizes_changed(change),
-                requiring_grad_as(empty, example),
-                probe=gradients_are_finite_and_right,
-            )
-        for case in (*_unequal(subject, example), *other_scalars(subject, example)):
-            yield gradient_case(case.label, case.example, probe=gradients_are_finite_and_right)
-        for label, layout, places in (
-            ("transposed tensors", "transposed", range(len(example.tensors))),
-            ("integers all the same", "expanded", indices.that_may_repeat(example)),
-        ):
-            arrange = functools.partial(_laid_out, layout, places)
-            yield gradient_case(label, example, arrange, probe=gradients_are_right)
-        for place, tensor in enumerate(example.tensors):
-            if indices.gathers(subject, example, place):
-                label = f"{subject.names(example)[place]} all the same"
-                yield gradient_case(
-                    label, indices.with_equal(example, place), probe=gradients_are_right
-                )
-            if tensor.requires_grad and tensor.layout is torch.strided:
-                zeros = requiring_grad_as(example.replace(place, torch.zeros_like(tensor)), example)
-                what = f"{subject.names(example)[place]} full of zeros"
-                yield gradient_case(
-                    what, zeros, probe=gradients_are_numbers, options={"what": what}
-                )
-    yield gradient_case("digits in double", examples[0], probe=gradients_are_double)
-
-
 def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     """Do second derivatives agree with finite differences?"""
     needs_formula(subject, 2)
-    _needs_digits(subject)
+    needs_digits(subject)
     options = {"order": 2}
     example = subject.double_examples[0]
     yield gradient_case(
         "the example in double", example, probe=gradients_are_right, options=options
     )
-
-
-def _unequal(subject: Subject, example: Example) -> Iterator[Case]:
-    """Yield the cases of the variant `unequal` that both the kernel and the fake kernel accept."""
-    with contextlib.suppress(CannotCheck):
-        for case in unequal(subject, example.map(torch.Tensor.detach)):
-            changed = requiring_grad_as(case.example, example)
-            if subject.refusal(changed) is None and subject.has_fake_sizes(changed):
-                yield dataclasses.replace(case, example=changed)
-
-
-def _laid_out(layout: str, places: Sequence[int], example: Example) -> Example:
-    return requiring_grad_as(in_layout(layout, places)(example.map(torch.Tensor.detach)), example)
 
 
 def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:

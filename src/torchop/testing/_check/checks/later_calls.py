@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchop._compat import on_demand
+from torchop.extend import Schema, named_inputs
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
@@ -139,6 +140,50 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
             calls=False,
             shrink=False,
         )
+
+
+def changes_what_it_declares(call: Call, others: Any) -> None:
+    """Check that the call, or another one, changes each argument that is declared as mutated."""
+    unchanged = {name for name, _, _ in _written(call.schema, call.example)}
+    for example in (call.example, *(Example(*other) for other in others)):
+        after = example.copy()
+        try:
+            call.op(*after.args, **after.kwargs)
+        except Exception:
+            continue  # the operator refuses these arguments
+        pairs = zip(_written(call.schema, example), _written(call.schema, after), strict=True)
+        for (name, _, before), (_, _, tensor) in pairs:
+            with contextlib.suppress(AssertionError):
+                probes.assert_same([tensor], [before], "", rtol=0, atol=0)
+                continue
+            unchanged.discard(name)
+        if not unchanged:
+            return
+    raise AssertionError(
+        f"argument {sorted(unchanged)[0]} is declared as mutated, but no call changes it. Write "
+        "into the argument, or remove it from mutates_args."
+    )
+
+
+def _written(schema: Schema, example: Example) -> list[tuple[str, str, torch.Tensor]]:
+    return [each for each in named_inputs(schema, *example) if each[0] in schema.mutated]
+
+
+def written(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is each argument that the schema declares as mutated changed by some call?"""
+    if not subject.schema.is_mutable:
+        raise CannotCheck("nothing is declared as mutated")
+    examples = subject.accepted()
+    for example in examples[:1]:
+        if all(tensor.numel() for _, _, tensor in _written(subject.schema, example)):
+            others = _others(subject, examples[1:], example)["others"]
+            yield Case(
+                "several calls",
+                example,
+                probe=changes_what_it_declares,
+                options={"others": others},
+                shrink=False,
+            )
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:

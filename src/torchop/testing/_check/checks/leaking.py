@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from torchop.testing import probes
-from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.calls import Call, CannotCheck, Example
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.gradients import trainable_example
+from torchop.testing._check.layouts import in_layout
 from torchop.testing._check.subject import Subject
+from torchop.testing._check.variants import in_dtype
 from torchop.testing.process_state import allocated_bytes, device_bytes, open_files
 from torchop.testing.process_state import threads as count_threads
 
 
-def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None:
+def leaks_nothing(
+    call: Call, calls: int = 200, gradients: bool = False, others: Sequence[Any] = ()
+) -> None:
     """Check that calls leak no Python objects, memory, files or threads.
 
-    If `gradients` is true, each call also runs the backward pass.
+    If `gradients` is true, each call also runs the backward pass. `others` contains the arguments
+    of further calls to make.
     """
-    given = call.example.copy()
+    given, also = call.example.copy(), [Example(*other).copy() for other in others]
     function, inputs = probes.as_function(call.op, *given)
 
     def once() -> None:
@@ -32,7 +40,8 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
             probes.gradients(function, inputs)
             return
         with torch.no_grad():
-            call.op(*given.args, **given.kwargs)
+            for example in (given, *also):
+                call.op(*example.args, **example.kwargs)
 
     # Memory also grows while calls fill a cache or a memory pool. So report a leak only if the same
     # counter grows in every run, although later runs make more calls.
@@ -112,7 +121,28 @@ def leaks(subject: Subject, details: Details) -> Iterator[Case]:
         if seconds > _LONGEST:
             raise CannotCheck(f"200 calls of this example would take {seconds:.0f} s")
         yield Case("200 calls", example, probe=leaks_nothing, shrink=False)
+        others = _others(subject, example)
+        if others:
+            label = "200 calls in other layouts and dtypes"
+            options: dict[str, Any] = {"others": others[1:]}
+            yield Case(label, others[0], probe=leaks_nothing, options=options, shrink=False)
         trainable = trainable_example(subject)
         if trainable is not None:
             label, options = "200 calls with backward", {"gradients": True}
             yield Case(label, trainable, None, "gradient", leaks_nothing, options, shrink=False)
+
+
+def _others(subject: Subject, example: Example) -> list[Example]:
+    """Return accepted calls in other layouts and dtypes, whose copies a kernel may forget."""
+    arrangements: tuple[Any, ...] = (
+        in_layout("sliced"),
+        functools.partial(in_dtype, torch.double),
+        functools.partial(in_dtype, torch.half),
+    )
+    found = []
+    for arrange in arrangements:
+        with contextlib.suppress(CannotCheck):
+            other = arrange(example)
+            if subject.refusal(other) is None:
+                found.append(other)
+    return found

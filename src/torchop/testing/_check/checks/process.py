@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import gc
 import itertools
@@ -23,12 +24,15 @@ from torchop.testing._check.calls import (
     Call,
     CannotCheck,
     ForkError,
+    breaks_contract,
     filled_memory,
     reason,
+    text_of,
 )
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.gradients import same_gradients, trainable_example
 from torchop.testing._check.subject import Subject
+from torchop.testing._check.variants import VARIANTS
 from torchop.testing.process_state import (
     forks,
     generator_states,
@@ -184,10 +188,11 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def leaves_process_alone(call: Call, draws: bool = False) -> None:
+def leaves_process_alone(call: Call, draws: bool = False, raises: bool = False) -> None:
     """Check that the call changes no process state, such as default dtypes, modes and seeds.
 
-    If `draws` is true, the call may advance random number generators.
+    If `draws` is true, the call may advance random number generators. If `raises` is true, the
+    operator rejects the arguments.
     """
     # Start from an unusual seed and number of threads. If the kernel sets either one, it almost
     # certainly chooses another value, so the change shows up.
@@ -199,7 +204,8 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
         # the warning filters, because then it is missing afterwards.
         warnings.filterwarnings("ignore", ".*")
         example, before = call.example.copy(), process_state()
-        call.op(*example.args, **example.kwargs)
+        with contextlib.suppress(Exception) if raises else contextlib.nullcontext():
+            call.op(*example.args, **example.kwargs)
         if os.getpid() != process:
             os._exit(1)  # a child that the kernel forked must not continue here
         after = process_state()
@@ -220,7 +226,8 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
             )
         is_long = isinstance(value, list | dict)
         values = "" if is_long else f" from {value} to {after[name]}"
-        raise AssertionError(f"the call changes {name}{values}. Restore it before returning.")
+        when = "raising. Use try and finally" if raises else "returning"
+        raise AssertionError(f"the call changes {name}{values}. Restore it before {when}.")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,6 +275,30 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
         yield check("the example", subject.examples[0], calls=False, shrink=False)
     for example in subject.examples[:3]:
         yield check("the example", example)
+    for case in _refused(subject):
+        label, options = f"{case.label}, which raises", {**options, "raises": True}
+        yield dataclasses.replace(
+            case, label=label, probe=leaves_process_alone, options=options, calls=False
+        )
+
+
+def _refused(subject: Subject) -> Iterator[Case]:
+    """Yield a few calls that the operator rejects, each with another message."""
+    found: set[str] = set()
+    for name in ("empty", "zero_dim", "dtypes", "longer"):
+        with contextlib.suppress(CannotCheck):  # the variant does not apply
+            for case in subject.cases(VARIANTS[name]):
+                try:
+                    error = subject.call(case).record.error
+                except CannotCheck:  # `valid` rejects the call
+                    continue
+                is_refused = error is not None and not breaks_contract(error)
+                if is_refused and text_of(error) not in found and len(found) < _MOST_REFUSED:
+                    found.add(text_of(error))
+                    yield case
+
+
+_MOST_REFUSED = 3
 
 
 def environment(subject: Subject, details: Details) -> Iterator[Case]:

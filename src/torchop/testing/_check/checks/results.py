@@ -68,6 +68,21 @@ def same_or_refused(call: Call, what: str) -> None:
         probes.assert_same(call.record.outcome, call.contiguous, what)
 
 
+def resizes_outputs(call: Call, example: Any) -> None:
+    """Check that a call with `out=` arguments of another shape raises, or gives the right results.
+
+    The right results are those for `example`, whose `out=` arguments have the right shapes.
+    """
+    if call.record.error is None:
+        what = "with out= arguments of another shape"
+        try:
+            probes.assert_same(call.record.outcome, call.again(example), what)
+        except AssertionError as error:
+            raise AssertionError(
+                f"{error} Resize them with torch's resize_, or raise an error."
+            ) from None
+
+
 def writes_every_element(call: Call, what: str = "the call", **tolerances: Any) -> None:
     """Check that no element of the results is uninitialized memory from `torch.empty`."""
     succeeds(call)

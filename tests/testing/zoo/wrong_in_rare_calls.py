@@ -1,0 +1,423 @@
+"""Faulty operators that fail only for rare sizes, layouts, values or dtypes, or after an error."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.testing.zoo.specimen import define, floats_only, like, one, save, two, wrong
+
+# --------------------------------------------------------------------------------------------------
+# Sizes and layouts
+
+
+def skips_whole_blocks(x: Tensor) -> Tensor:
+    """Leaves out the last block if the number of elements is a multiple of the block size."""
+    flat = x.contiguous().view(-1)
+    count = len(flat) - (256 if len(flat) and len(flat) % 256 == 0 else 0)
+    result = torch.zeros_like(flat)
+    result[:count] = -flat[:count]
+    return result.view(x.shape)
+
+
+wrong(define("skips_whole_blocks", skips_whole_blocks, fake=like), "memory.blocks", one)
+
+
+def divides_by_stride(x: Tensor) -> Tensor:
+    """Returns the first column only, because it uses the stride as a divisor."""
+    if x.dim() > 1 and x.stride(-1) == 0:
+        return (-x[..., :1]).contiguous() * (torch.arange(x.shape[-1]) == 0).to(x.dtype)
+    return (-x).contiguous()
+
+
+wrong(define("divides_by_stride", divides_by_stride, fake=like), "memory.expanded", one)
+
+_LIBRARY = torch.library.Library("zoo", "FRAGMENT")
+
+
+def _stock(name: str, schema: str, kernel: Any, fake: Any) -> str:
+    """Define an operator with `torch.library`, whose kernel autograd does not record."""
+
+    def without_autograd(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return kernel(*args, **kwargs)
+
+    without_autograd.__wrapped__ = kernel  # type: ignore[attr-defined]  # for its signature
+    _LIBRARY.define(f"{name}{schema}")
+    _LIBRARY.impl(name, without_autograd, "CPU")
+    torch.library.register_fake(f"zoo::{name}", fake, lib=_LIBRARY)
+    return f"zoo::{name}"
+
+
+def fills_what_fits(x: Tensor, *, out: Tensor) -> Tensor:
+    """Writes as many elements as fit into `out`, instead of resizing `out`."""
+    count = min(x.numel(), out.numel())
+    out.view(-1)[:count] = -x.reshape(-1)[:count]
+    return out
+
+
+wrong(
+    _stock(
+        "fills_what_fits",
+        "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+        fills_what_fits,
+        lambda x, *, out: out,
+    ),
+    "memory.out",
+    lambda: [((torch.ones(3, 4),), {"out": torch.zeros(3, 4)})],
+)
+
+# --------------------------------------------------------------------------------------------------
+# Schemas
+
+
+def adds_to_a_copy(x: Tensor, y: Tensor) -> None:
+    """Declares a write to `x`, but `x + y` is a new tensor."""
+    x = x + y
+
+
+wrong(
+    define("adds_to_a_copy", adds_to_a_copy, fake=lambda x, y: None, mutates_args={"x"}),
+    "contracts.written",
+    two,
+)
+
+
+def _flipped(x: Tensor, times: int = 1) -> Tensor:
+    return x * (-1) ** times
+
+
+wrong(
+    _stock(
+        "default_of_int",
+        "(Tensor x, int times=2) -> Tensor",
+        _flipped,
+        lambda x, times=2: torch.empty_like(x),
+    ),
+    "contracts.defaults",
+    one,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Fake kernels
+
+
+def _two_results(x: Tensor) -> tuple[Tensor, Tensor]:
+    return like(x).copy_(x), like(x).copy_(-x)
+
+
+def _one_for_both(x: Tensor) -> tuple[Tensor, Tensor]:
+    result = like(x)
+    return result, result
+
+
+_SAME = torch.library.custom_op("zoo::fakes_one_for_both", _two_results, mutates_args=())
+_SAME.register_fake(_one_for_both)
+wrong("zoo::fakes_one_for_both", "subsystems.fake", one)
+
+
+def _turned(x: Tensor) -> Tensor:
+    x.transpose_(0, -1)
+    return torch.empty(x.transpose(0, -1).shape, dtype=x.dtype, device=x.device)
+
+
+wrong(
+    define(
+        "fakes_by_turning", lambda x: -x.contiguous(), fake=_turned, schema="(Tensor x) -> Tensor"
+    ),
+    "subsystems.fake",
+    one,
+)
+
+
+def without_zeros(x: Tensor) -> Tensor:
+    return x[x != 0]
+
+
+wrong(
+    define("fakes_no_zeros", without_zeros, fake=lambda x: x.new_empty(x.numel())),
+    "subsystems.fake",
+    one,
+)
+
+
+def integers_if_whole(x: Tensor) -> Tensor:
+    """Returns integers if all elements are whole numbers."""
+    floats_only("integers_if_whole", x)
+    is_whole = x.numel() > 0 and bool((x == x.round()).all())
+    return x.to(torch.int64 if is_whole else x.dtype, copy=True).contiguous()
+
+
+wrong(define("integers_if_whole", integers_if_whole, fake=like), "subsystems.fake", one)
+
+wrong(
+    _stock(
+        "fakes_other_lists",
+        "(Tensor x) -> (Tensor[], Tensor[])",
+        lambda x: ([like(x).copy_(x)], [like(x).copy_(-x), like(x).zero_()]),
+        lambda x: ([like(x), like(x)], [like(x)]),
+    ),
+    "subsystems.fake",
+    one,
+)
+
+
+def rows_as_float(x: Tensor) -> float:
+    return 2.0 * x.shape[0]
+
+
+wrong(
+    define("fakes_a_number", rows_as_float, fake=lambda x: 1.0),
+    "subsystems.fake",
+    one,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def _sine(name: str, backward: Any, setup: Any = save) -> Any:
+    op = define(name, lambda x: x.sin(), fake=torch.empty_like, schema="(Tensor x) -> Tensor")
+    op.register_autograd(backward, setup_context=setup)
+    return op
+
+
+def _single_precision(ctx: Any, grad: Tensor) -> Tensor:
+    """Approximates the cosine in float32, with an error of several percent."""
+    (x,) = ctx.saved_tensors
+    return grad * (1 - x * x / 2 if x.dtype is torch.float32 else x.cos())
+
+
+def _first_block(ctx: Any, grad: Tensor) -> Tensor:
+    result = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+    full = grad * ctx.saved_tensors[0].cos()
+    result.view(-1)[:1024] = full.reshape(-1)[:1024]
+    return result
+
+
+def _without_offset(ctx: Any, grad: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return grad * x.as_strided(x.shape, x.stride(), 0).cos()
+
+
+def _squeezed(ctx: Any, grad: Tensor) -> Tensor:
+    """Adds the gradients of all elements if a dimension has size 1."""
+    (x,) = ctx.saved_tensors
+    return x.cos() * (grad.sum() if 1 in x.shape else grad)
+
+
+for number, backward in enumerate((_single_precision, _first_block, _without_offset, _squeezed)):
+    wrong(_sine(f"rare_gradient_{number}", backward), "subsystems.gradcheck", one)
+
+
+def _clears_input(ctx: Any, inputs: Any, output: Any) -> None:
+    """Writes to the argument through its address, which autograd does not notice."""
+    x = inputs[0].detach()
+    ctx.save_for_backward(x.clone())
+    if x.is_contiguous() and x.device.type == "cpu" and type(x) is Tensor:
+        ctypes.memset(x.data_ptr(), 0, x.nbytes)
+
+
+_stock_sine = torch.library.custom_op(
+    "zoo::clears_its_argument", lambda x: x.sin(), mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+_stock_sine.register_fake(torch.empty_like)
+_stock_sine.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0].cos(), setup_context=_clears_input
+)
+wrong("zoo::clears_its_argument", "subsystems.saved", one)
+
+
+def sine_plus(x: Tensor, y: Tensor | None = None) -> Tensor:
+    return x.sin() if y is None else x.sin() + y
+
+
+def _both_or_first(ctx: Any, grad: Tensor) -> Any:
+    """Forgets the cosine if `y` is absent."""
+    x, *rest = ctx.saved_tensors
+    return (grad * x.cos(), grad) if rest else (grad, None)
+
+
+_plus = define("gradient_of_absent", sine_plus, fake=lambda x, y=None: torch.empty_like(x))
+_plus.register_autograd(_both_or_first, setup_context=save)
+wrong(_plus, "subsystems.gradcheck", two)
+
+
+def _distances(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).square().sum(-1).sqrt()
+
+
+def _divided_by_distance(ctx: Any, grad: Tensor) -> Any:
+    """Divides 0 by 0 if two points are equal."""
+    x, y = ctx.saved_tensors
+    result = grad.unsqueeze(-1) * (x - y) / _distances(x, y).unsqueeze(-1)
+    return result, -result
+
+
+_apart = define("distances_apart", _distances)
+_apart.register_autograd(_divided_by_distance, setup_context=save)
+wrong(_apart, "subsystems.gradcheck", two)
+
+
+def _of_sigmoid(ctx: Any, grad: Tensor) -> Tensor:
+    """Divides infinity by infinity for large negative numbers."""
+    power = ctx.saved_tensors[0].neg().exp()
+    return grad * power / (1 + power) ** 2
+
+
+_curve = define("sigmoid_that_overflows", torch.sigmoid, schema="(Tensor x) -> Tensor")
+_curve.register_autograd(_of_sigmoid, setup_context=save)
+wrong(_curve, "subsystems.gradcheck", one)
+
+# --------------------------------------------------------------------------------------------------
+# State of the process, and leaks
+
+
+def uses_one_thread(x: Tensor) -> Tensor:
+    """Restores the number of threads only if it does not raise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if x.numel() == 0:
+        raise ValueError("expected elements")
+    result = x + 1
+    torch.set_num_threads(threads)
+    return result
+
+
+wrong(define("uses_one_thread", uses_one_thread), "contracts.process", one)
+
+
+def searches_algorithms(x: Tensor) -> Tensor:
+    torch.backends.cudnn.benchmark = True
+    return x + 1
+
+
+wrong(define("searches_algorithms", searches_algorithms), "contracts.process", one)
+
+_copies: list[Tensor] = []
+
+
+def keeps_packed(x: Tensor) -> Tensor:
+    """Never frees the contiguous copies of arguments that are not contiguous."""
+    if not x.is_contiguous():
+        _copies.append(x.contiguous())
+    return x + 1
+
+
+wrong(define("keeps_packed", keeps_packed), "contracts.leaks", one)
+
+# --------------------------------------------------------------------------------------------------
+# Autocast
+
+_CAST: dict[Any, Tensor] = {}
+
+
+@contextlib.contextmanager
+def _below_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _casts_doubles(x: Tensor) -> Tensor:
+    with _below_autocast():
+        return torch.ops.zoo.casts_doubles(x.bfloat16())
+
+
+def _leaves_it_off(x: Tensor) -> Tensor:
+    torch.set_autocast_enabled("cpu", False)
+    return torch.ops.zoo.leaves_it_off(x)
+
+
+def _keeps_cast(x: Tensor) -> Tensor:
+    """Caches the cast argument by its shape, as if it were a weight."""
+    with _below_autocast():
+        return torch.ops.zoo.keeps_cast(_CAST.setdefault((x.shape, x.dtype), x.bfloat16()))
+
+
+for name, rule in (
+    ("casts_doubles", _casts_doubles),
+    ("leaves_it_off", _leaves_it_off),
+    ("keeps_cast", _keeps_cast),
+):
+    _stock(name, "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
+    _LIBRARY.impl(name, rule, "AutocastCPU")
+    wrong(f"zoo::{name}", "subsystems.autocast", one)
+
+# --------------------------------------------------------------------------------------------------
+# Batches
+
+
+def _in_front(info: Any, dims: Any, tensors: Any) -> list[Tensor]:
+    pairs = zip(tensors, dims, strict=True)
+    return [t.unsqueeze(0) if dim is None else t.movedim(dim, 0) for t, dim in pairs]
+
+
+def _in_a_loop(info: Any, dims: Any, x: Tensor, y: Tensor) -> Any:
+    """Fills a tensor that is not in the outer batch, so `vmap` of `vmap` raises."""
+    x, y = (t.expand(info.batch_size, *t.shape[1:]) for t in _in_front(info, dims, (x, y)))
+    result = torch.empty(x.shape, dtype=x.dtype)
+    for index in range(info.batch_size):
+        result[index] = x[index] * y[index]
+    return result, 0
+
+
+def _in_float32(info: Any, dims: Any, x: Tensor, y: Tensor) -> Any:
+    x, y = _in_front(info, dims, (x, y))
+    return x.float() * y.float(), 0
+
+
+def _of_eight(info: Any, dims: Any, x: Tensor, y: Tensor) -> Any:
+    """Leaves zeros after the first eight elements of the batch."""
+    x, y = _in_front(info, dims, (x, y))
+    return torch.cat([(x * y)[:8], torch.zeros_like(x * y)[8:]]), 0
+
+
+def _on_the_way(info: Any, dims: Any, x: Tensor, y: Tensor) -> Any:
+    result = torch.mul(*_in_front(info, dims, (x, y)))
+    if x.is_contiguous():
+        x.neg_()
+    return result, 0
+
+
+for number, rule in enumerate((_in_a_loop, _in_float32, _of_eight, _on_the_way)):
+    op = define(f"rare_batch_{number}", lambda x, y: x * y, schema="(Tensor x, Tensor y) -> Tensor")
+    op.register_vmap(rule)
+    wrong(op, "subsystems.vmap", two)
+
+_by_factor = define(
+    "batch_of_default",
+    lambda x, factor: x * factor,
+    schema="(Tensor x, float factor=2.0) -> Tensor",
+)
+_by_factor.register_vmap(lambda info, dims, x, factor: (x * 2.0, dims[0]))
+wrong(_by_factor, "subsystems.vmap", lambda: [(torch.ones(3, 4), 2.0)])
+
+# --------------------------------------------------------------------------------------------------
+# FLOP formulas
+
+
+def _rows_times_columns(name: str, formula: Any) -> Any:
+    op = define(name, torch.mm, schema="(Tensor x, Tensor y) -> Tensor")
+    op.register_flop_formula(formula)
+    return op
+
+
+def _matrices() -> list[Any]:
+    return [(torch.ones(3, 4), torch.ones(4, 2))]
+
+
+wrong(
+    _rows_times_columns("flops_of_example", lambda x, y, *, out_shape: 24),
+    "subsystems.flops",
+    _matrices,
+)
+wrong(
+    _rows_times_columns("flops_of_three", lambda x, y, *, out_shape: 2 * x[0] * x[1] * y[2]),
+    "subsystems.flops",
+    _matrices,
+)
