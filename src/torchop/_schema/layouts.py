@@ -76,14 +76,13 @@ def declared_layouts(annotations: Mapping[str, object]) -> dict[str, Layout]:
     """Return the layouts in the annotations of a function's parameters, by parameter."""
     found: dict[str, Layout] = {}
     for name, annotation in annotations.items():
-        layouts = [] if name == "return" else list(dict.fromkeys(_layouts_in(annotation)))
+        layouts = dict.fromkeys(_layouts_in(annotation))
+        if not layouts or name == "return":
+            continue
         if len(layouts) > 1:
-            raise mistake(
-                f"parameter {name!r} declares the layouts {', '.join(map(repr, layouts))}. Keep "
-                "one."
-            )
-        if layouts:
-            found[name] = layouts[0]
+            spelled = ", ".join(map(repr, layouts))
+            raise mistake(f"parameter {name!r} declares the layouts {spelled}. Keep one.")
+        (found[name],) = layouts
     return found
 
 

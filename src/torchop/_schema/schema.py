@@ -52,8 +52,8 @@ class Argument(NamedTuple):
 
 # When the dispatcher computes dispatch keys, it ignores the tensors in lists of these types.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
-# Match only one character before the dot. A pattern for a whole name takes quadratic time.
-_DOTTED_NAME = re.compile(r"\w\.[A-Za-z_]")
+# A pattern that starts with the dot is fast. One for the whole name would take quadratic time.
+_DOTTED_NAME = re.compile(r"\.[A-Za-z_]")
 # The dispatcher does not check arguments of these types, so they accept any object.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 # The dispatcher stores one bit per argument in a bit set of this size, so it rejects schemas with
@@ -272,19 +272,11 @@ class Schema:
             and "Device" in str(argument.real_type)
         )
 
-    @property
-    def _names_classes(self) -> bool:
-        """Whether the schema may contain types such as `mylib.Quantizer`.
-
-        Test the text first, because splitting it into arguments is slow.
-        """
-        return _DOTTED_NAME.search(self.written) is not None
-
     @functools.cached_property
     def object_types(self) -> frozenset[str]:
         """The types of the arguments, results and items of lists that are passed by reference."""
-        if not self._names_classes:
-            return frozenset()
+        if _DOTTED_NAME.search(self.written) is None:
+            return frozenset()  # test the text first, because splitting it is slow
         arguments = (argument.split()[0] for argument in arguments_alone(self.written))
         kinds = (kind.rstrip("?[]") for kind in (*arguments, *results_of(self.written)))
         return frozenset(filter(is_by_reference, kinds))
@@ -292,7 +284,7 @@ class Schema:
     @functools.cached_property
     def objects(self) -> frozenset[str]:
         """The names of the arguments with objects that are passed by reference."""
-        if not self._names_classes:
+        if not self.object_types:
             return frozenset()
         parts = (argument.split() for argument in arguments_alone(self.written))
         return frozenset(p[1].partition("=")[0] for p in parts if is_by_reference(p[0]))

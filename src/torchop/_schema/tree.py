@@ -269,19 +269,19 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
     a structure without changing the meaning of existing calls, for example in exported programs.
     For the same reason, tensors with a default come last.
     """
-    ranked: list[tuple[int, Leaf]] = []
-    keyword_only = []
+    required, with_default, nested, keyword_only = [], [], [], []
     for parameter in parameters:
         direct = isinstance(parameter.node, Leaf)
         for leaf in parameter.node.leaves():
             if parameter.keyword_only if direct else not leaf.is_tensor:
                 keyword_only.append(leaf)
             elif leaf.default is MISSING:
-                ranked.append((0, leaf))
+                required.append(leaf)
+            elif direct:
+                with_default.append(leaf)
             else:
-                ranked.append((1 if direct else 2, leaf))
-    positional = [leaf for _, leaf in sorted(ranked, key=lambda pair: pair[0])]
-    return tuple(positional), tuple(keyword_only)
+                nested.append(leaf)
+    return (*required, *with_default, *nested), tuple(keyword_only)
 
 
 # --------------------------------------------------------------------------------------------------
