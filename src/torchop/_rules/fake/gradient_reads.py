@@ -73,7 +73,10 @@ class _Watch(TorchFunctionMode):
 
 
 def _metadata(result: Any) -> list[tuple[object, ...]]:
-    """Return comparable metadata, without data-dependent sizes, which differ between calls."""
+    """Return the metadata of a result, to compare two fake calls.
+
+    Data-dependent sizes are left out, because they differ from call to call.
+    """
     return [
         (
             place,

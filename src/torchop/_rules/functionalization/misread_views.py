@@ -59,10 +59,10 @@ def _is_misread(mode: Any, view: Tensor) -> bool:
 def names_if_shared(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
 ) -> str:
-    """Return the names of all mutated arguments, or an empty string if no memory is shared.
+    """Return all names of mutated arguments, separated by commas, if some may share memory.
 
-    `tensors` is a subset of the mutated arguments. Memory counts as shared if a tensor in `tensors`
-    may overlap another mutated argument.
+    Return an empty string if no tensor in `tensors`, a subset of the mutated arguments, may overlap
+    another mutated argument.
     """
     mutated = mutated_tensors(schema, args, kwargs)
     if all(sum(tracing.may_overlap(one, other) for _, other in mutated) < 2 for one in tensors):

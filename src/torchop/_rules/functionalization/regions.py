@@ -68,10 +68,9 @@ def uninstall(qualname: str) -> None:
 def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
     """Trace a call in ProxyTorchDispatchMode.
 
-    Raise if PyTorch would overlook that a region mutates one of its inputs, because a mutated
-    argument is a list, is None, or is passed by keyword. PyTorch's
-    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails for
-    lists and None, and ignores keyword arguments.
+    Raise an error if PyTorch would not notice that the region mutates one of its inputs. PyTorch's
+    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails if a
+    mutable argument is a list or None, and ignores keyword arguments.
     """
     kwargs = kwargs or {}
     if functional.is_finding_mutations():

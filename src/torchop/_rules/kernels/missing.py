@@ -27,9 +27,10 @@ EVERY_DEVICE = dispatch.kernel_key("default")
 class RaisingKernels:
     """The dispatcher kernels that raise an error on devices without a kernel.
 
-    Initially, a single raising kernel at CompositeExplicitAutograd covers every device. Since the
-    dispatcher prefers this kernel to a backend's fallback, the first call on a device with a
-    fallback replaces it with separate raising kernels for all other backends.
+    Initially, a single raising kernel at CompositeExplicitAutograd covers every device. But the
+    dispatcher would prefer this kernel to the fallback of a backend. So the first call on a device
+    that has a fallback removes the kernel, and registers one for each of the other backends, to let
+    the fallback run.
     """
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
