@@ -47,8 +47,8 @@ class InjectedError(Exception):
 # cannot be undone.
 STEPS: dict[str, tuple[Any, str]] = {
     "warn": (registry, "warn"),
-    "check the name": (registry, "check_free"),
-    "end the older one": (define, "deregister_existing"),
+    "check the name": (registry, "find_replaceable"),
+    "end the older one": (registry, "_deregister"),
     "make a library": (define, "OwnLibrary"),
     "make the definition": (define, "Definition"),
     "follow the library": (libraries, "on_close"),
@@ -56,7 +56,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "offer a rule for traces": (functionalization, "_install"),
     "implement a key": (libraries, "implement"),
     "define": (libraries, "define"),
-    "refresh the packet": (torch_ops, "refresh_packet"),
+    "refresh the packet": (torch_ops, "after_definition"),
     "install the fake kernel": (FakeRule, "replace"),
     "define the companions": (HelperOperator, "define"),
     "make the handle": (define, "make_handle"),

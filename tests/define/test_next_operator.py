@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests._support.devices import BACKEND, OTHER, OTHER_BACKEND, TYPE
-from torchop._compat import deregistration
+from torchop._compat import torch_ops
 
 T = torch.ones(2)
 SCHEMA = "op(Tensor x) -> Tensor"
@@ -162,13 +162,13 @@ def test_a_held_overload_stays_deregistered_without_an_entry(namespace, define):
 def test_overload_looked_up_in_between_raises(namespace, monkeypatch):
     with defined_in_ours(namespace, SCHEMA, lambda x: x + 1):
         library, first = kernel_in_another_library(namespace), packet(namespace).default
-    after_definition, held = deregistration.after_definition, []
+    after_definition, held = torch_ops.after_definition, []
 
     def looked_up(*name):
         held.append(packet(namespace).default)
         after_definition(*name)
 
-    monkeypatch.setattr(deregistration, "after_definition", looked_up)
+    monkeypatch.setattr(torch_ops, "after_definition", looked_up)
     with defined_in_ours(namespace, SCHEMA, lambda x: x + 2):
         (between,) = held
         assert between is not first

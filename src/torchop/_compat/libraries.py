@@ -50,11 +50,12 @@ def implement(
     Pass `replaces=True` if the operator may already have a kernel at this key.
     """
     assert library.m is not None
-    with contextlib.ExitStack() as blocks:
-        if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
-            # Hide PyTorch's warning about the replaced kernel, since the replacement is intended.
-            blocks.enter_context(warnings.catch_warnings())
+    if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
+        # Hide PyTorch's warning about the replaced kernel, since the replacement is intended.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
+            library.m.impl(name, key, kernel, with_keyset)
+    else:
         library.m.impl(name, key, kernel, with_keyset)
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
@@ -264,6 +265,14 @@ def end(library: torch.library.Library) -> None:
     """Destroy everything registered through a library. Called whenever a library is closed."""
     follow(library)
     library._registration_handles[0].destroy()
+
+
+def deregister(library: torch.library.Library, name: deregistration.Name, reason: str) -> None:
+    """Destroy the library of an operator. Later calls to the operator raise `reason`."""
+    deregistration.invalidate([name], lambda qualname: reason)
+    registries.unpublish(operators.joined(*name), library)
+    end(library)
+    library._destroy()
 
 
 def library_closed_reason(name: str) -> str:

@@ -43,7 +43,7 @@ class ObservedFunction:
         # Preserve the hash, which is the hash of this function, because PyTorch uses overloads and
         # packets as dictionary keys.
         self._hash = hash(op)
-        # `torch_ops.refresh` reads this attribute, which some functions lack in 2.15.
+        # `torch_ops._refresh` reads this attribute, which some functions lack in 2.15.
         self.__module__ = getattr(self._function, "__module__", __name__)
 
     def __hash__(self) -> int:

@@ -1,17 +1,25 @@
-"""Look up and replace the namespaces, packets and overloads in `torch.ops`.
+"""Look up the packets and overloads in `torch.ops`, and make them raise once deregistered.
 
 A packet (OpOverloadPacket) contains all overloads (OpOverload) of an operator.
+
+Workaround for pytorch/pytorch#98537, #98541 and #125234: calling the OpOverload of an operator that
+has been deregistered reads freed memory. So before torchop deregisters an operator, it makes the
+OpOverload and the OpOverloadPacket call functions that raise an error, in place of PyTorch's C++
+functions. pytorch/pytorch#197025 fixes this for the overloads of `torch.library.custom_op`, which
+PyTorch dispatches in Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch._ops import _OpNamespace
 
+from torchop import _hooks
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
@@ -55,36 +63,6 @@ def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None
 def other_overloads(overload: OpOverload) -> list[str]:
     names = overload._overloadpacket.overloads()
     return ["" if n == "default" else n for n in names if n != overload._overloadname]
-
-
-def refresh_packet(namespace: str, name: str, operator: Any) -> None:
-    packet = existing_packet(namespace, name)
-    if packet is not None:
-        attributes = vars(packet)
-        for name, value in list(attributes.items()):
-            if isinstance(value, OpOverload) and is_deregistered(value):
-                del attributes[name]
-        refresh(packet, operator)
-
-
-def refresh(packet: OpOverloadPacket, operator: Any) -> None:
-    """Update a packet's function and overload names from the dispatcher.
-
-    `operator` is the class `Operator` of torchop's C++ extension, or None if the extension is not
-    loaded. FlopCounterMode's registry is keyed by packets, and the hash of a packet is the hash of
-    the function in `_op`, so the packet's FLOP formula would be lost if the hash changed. The class
-    `Operator` preserves the hash. Without it, remove the packet from the registry before the hash
-    changes, and insert it again afterwards.
-    """
-    counter = None if operator else sys.modules.get("torch.utils.flop_counter")
-    formula = None if counter is None else counter.flop_registry.pop(packet, None)
-    try:
-        op, packet._overload_names = torch._C._jit_get_operation(packet._qualified_op_name)
-        op.__module__ = packet._op.__module__
-        replace_function(packet, op if operator is None else operator(packet, None, op))
-    finally:
-        if formula is not None:
-            cast(Any, counter).flop_registry[packet] = formula
 
 
 def replace_function(packet: OpOverloadPacket, function: Any) -> None:
@@ -146,3 +124,143 @@ class RaisingPacketFunction(RaisingFunction):
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)
+
+
+def invalidate_overload(
+    namespace: str, name: str, overload: str, reason: Callable[[], str]
+) -> Iterator[Any]:
+    """Make an overload and its packet raise when called, before the operator is deregistered.
+
+    Otherwise a later call, for example from a compiled graph, would read freed memory. Yields each
+    overload object that was invalidated.
+    """
+    packet = existing_packet(namespace, name)
+    # Leave the overload in the packet. If it were deleted, looking it up in a packet that is still
+    # referenced would create a new overload object, which would never be invalidated.
+    existing = None if packet is None else vars(packet).get(overload or "default")
+    cached = _cached.get((namespace, name, overload), [])
+    if existing is not None and existing not in cached:
+        cached = _cached[namespace, name, overload] = [*cached, existing]
+    for each in cached:
+        if not is_deregistered(each):
+            _invalidate(each, reason)
+            yield each
+    if packet is not None and not is_deregistered(packet):
+        raising_packet = RaisingPacketFunction(hash(packet), reason, f"{namespace}::{name}")
+        raising_packet.__module__ = packet._op.__module__
+        replace_function(packet, raising_packet)
+
+
+def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
+    raising = RaisingFunction(hash(existing), reason)
+    if vars(existing).get("_pyobj_dispatcher") is not None:
+        existing._pyobj_dispatcher = None
+    # Replace `_op` last. `is_deregistered` checks only `_op`, so by the time it returns True, all
+    # other attributes must have been replaced.
+    for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
+        if attribute in vars(existing) or attribute == "_handle":
+            vars(existing)[attribute] = raising
+
+
+# Overload objects of deregistered operators that the dispatcher may still use. If another library
+# has registered a kernel for an operator, the dispatcher's record of the operator (OperatorEntry)
+# survives the deregistration. The record holds a borrowed reference to the overload object that the
+# dispatcher passes to dispatch modes (`getPythonOp` in ATen/core/dispatch/OperatorEntry.h). So this
+# object must stay alive, and the next operator of the same name must reuse it.
+_cached: dict[tuple[str, str, str], list[Any]] = {}
+
+
+def drop_cached(namespace: str, name: str, overload: str) -> None:
+    """Release the overload object of a deregistered operator that the dispatcher does not use."""
+    _cached.pop((namespace, name, overload), None)
+
+
+def after_definition(namespace: str, name: str, overload: str) -> None:
+    """Update a new operator's packet, and reuse the overload object that the dispatcher holds."""
+    packet = existing_packet(namespace, name)
+    if packet is not None:
+        attributes = vars(packet)
+        for attribute, value in list(attributes.items()):
+            if isinstance(value, OpOverload) and is_deregistered(value):
+                del attributes[attribute]
+        _refresh(packet)
+    cached = _cached.get((namespace, name, overload))
+    if not cached:
+        return
+    first = cached[0]
+    current: Any = lookup_overload(namespace, name, overload)
+    if current is first:
+        return
+    attributes = vars(first)
+    # PyTorch has created `current` for the new operator, but the dispatcher may still use `first`.
+    # So turn `first` into an overload of the new operator too, with the same kernel tables. Update
+    # all attributes in one step, so that no other thread sees the new function with the old schema.
+    first.__class__ = type(current)
+    attributes.update(vars(current))
+    for attribute in attributes.keys() - vars(current).keys():
+        del attributes[attribute]
+    vars(current._overloadpacket)[overload or "default"] = first
+    # Another thread may have read `current` from `torch.ops` before it was replaced with `first`.
+    # Add `current` to `cached`, so that both objects are invalidated when the new operator is
+    # deregistered.
+    cached[1:] = [current]
+
+
+def _refresh(packet: OpOverloadPacket) -> None:
+    """Update a packet's function and overload names from the dispatcher.
+
+    FlopCounterMode's registry is keyed by packets, and the hash of a packet is the hash of the
+    function in `_op`, so the packet's FLOP formula would be lost if the hash changed. The class
+    `Operator` of torchop's C++ extension preserves the hash. Without the extension, remove the
+    packet from the registry before the hash changes, and insert it again afterwards.
+    """
+    operator = _hooks.extension.Operator
+    counter: Any = None if operator else sys.modules.get("torch.utils.flop_counter")
+    formula = None if counter is None else counter.flop_registry.pop(packet, None)
+    try:
+        op, packet._overload_names = torch._C._jit_get_operation(packet._qualified_op_name)
+        op.__module__ = packet._op.__module__
+        function = op if operator is None else operator(packet, None, op)
+        replace_function(packet, function)
+    finally:
+        if formula is not None:
+            counter.flop_registry[packet] = formula
+
+
+@contextlib.contextmanager
+def preserve_packet(namespace: str, name: str) -> Iterator[None]:
+    """Keep a packet in `torch.ops` while its operator is being replaced.
+
+    If the packet were removed, a lookup in another thread could create a second packet and
+    overload, which would never be invalidated. The caller must hold the registration lock.
+    """
+    packet = f"{namespace}::{name}"
+    _replaced.add(packet)
+    try:
+        yield
+    finally:
+        _replaced.discard(packet)
+        clear_packet(namespace, name)
+
+
+# The names of the packets that `preserve_packet` keeps.
+_replaced: set[str] = set()
+
+
+def clear_packet(namespace: str, name: str) -> None:
+    """Remove a packet from `torch.ops` if its last overload was deregistered.
+
+    The packet stays if its operator is being replaced. If the packet was invalidated but has an
+    overload again, make it call the overload.
+    """
+    qualname = f"{namespace}::{name}"
+    packet = existing_packet(namespace, name)
+    if packet is None or qualname in _replaced:
+        return
+    if not torch._C._jit_get_operation(qualname)[1]:
+        packets = getattr(torch.ops, namespace)
+        if name in packets._dir:
+            packets._dir.remove(name)
+        delattr(packets, name)
+    elif is_deregistered(packet):
+        _refresh(packet)

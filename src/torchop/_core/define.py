@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.library
 
-from torchop._compat import deregistration, libraries, registries
+from torchop._compat import deregistration, libraries, registries, torch_ops
 from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock, run_waiting_hooks
 from torchop._core.registered import registrations_of
-from torchop._core.registry import check_free, deregister_existing, is_free
+from torchop._core.registry import replace
 
 Result = TypeVar("Result")
 
@@ -35,25 +35,9 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
     If `custom_op` created an operator with the same name, the new operator replaces it. Any other
     operator with this name causes a RuntimeError. Closing `lib` deregisters the new operator.
     """
-    name = declaration.name
-
-    site = declaration.site
+    name, site = declaration.name, declaration.site
     assert site is not None  # it is None only for operators of other packages
-
-    def build() -> Definition:
-        # Do not use `preserve_packet` as a decorator, because warnings would then report the
-        # decorator's wrapper as the caller.
-        with deregistration.preserve_packet(name.namespace, name.name):
-            with registration_lock:
-                if check_free(name, site) == (None, None):  # as for almost all definitions
-                    return _define(declaration, lib)
-            while True:
-                deregister_existing(name, site)
-                with registration_lock:
-                    if is_free(name, site):  # otherwise another thread has just defined it
-                        return _define(declaration, lib)
-
-    return all_or_nothing(name, build)
+    return all_or_nothing(name, lambda: replace(name, site, lambda: _define(declaration, lib)))
 
 
 def _define(declaration: Declaration, lib: torch.library.Library | None) -> Definition:
@@ -71,7 +55,7 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     # Define the schema only after installing the kernels, because other threads can call the
     # operator as soon as its schema is defined.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
-    deregistration.after_definition(*name)
+    torch_ops.after_definition(*name)
     for finish in finishing:
         finish()
     registries.publish(qualname, make_handle(definition), library)

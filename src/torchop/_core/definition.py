@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import torch.library
 
 from torchop import _hooks
-from torchop._compat import deregistration, libraries, logs, registries, torch_ops
+from torchop._compat import deregistration, libraries, logs, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core import checking
 from torchop._core.declaration import Declaration
@@ -362,12 +362,9 @@ class Definition:
             deregistration.refuse_running([self.name])
             self.deregistration_reason = reason
             logs.registration.debug("%s is deregistered: %s", self, reason)
-            library = self._held_library
-            deregistration.invalidate([self.name], lambda name: reason)
             self.outdate_plan()
-            if self.is_ours and library is not None:
-                registries.unpublish(str(self.name), library)
-                library._destroy()
+            if self.is_ours and (library := self._held_library) is not None:
+                libraries.deregister(library, self.name, reason)
 
     def library_closed(self) -> None:
         """Remove the rules from PyTorch's registries. Called after the library was closed."""

@@ -14,13 +14,12 @@ plan, runs the queued hooks in `run_waiting_hooks`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchop._compat import deregistration, libraries
+from torchop._compat import libraries
 
 Result = TypeVar("Result")
 Published = TypeVar("Published")
@@ -29,7 +28,7 @@ Published = TypeVar("Published")
 # plain dicts and sets without any locking.
 registration_lock: Any = threading.RLock()
 
-libraries.lock = deregistration.lock = registration_lock
+libraries.lock = registration_lock
 
 
 def run_waiting_hooks() -> None:
@@ -38,12 +37,16 @@ def run_waiting_hooks() -> None:
         libraries.run_waiting_hooks()
 
 
-@contextlib.contextmanager
-def then_run_hooks() -> Iterator[None]:
+class then_run_hooks:  # noqa: N801  # used like a function
     """Hold the lock, and run the waiting hooks after releasing it."""
-    with registration_lock:
-        yield
-    run_waiting_hooks()
+
+    def __enter__(self) -> None:
+        registration_lock.acquire()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        registration_lock.release()
+        if kind is None:
+            run_waiting_hooks()
 
 
 def compute_then_publish(

@@ -112,7 +112,8 @@ class Registrations:
                 self.record_place(rule, place)
 
     def record_place(self, key: Key, place: Place) -> None:
-        self._rows[key] = self._rows.get(key, _NOTHING)._replace(place=place)
+        row = self._rows.get(key, _NOTHING)
+        self._rows[key] = Registered(row.kernel, row.remove, place)
         _latest[self.name, key] = self
 
     def remove(self, key: Key) -> None:

@@ -1,8 +1,12 @@
-"""Look up the definition of an operator from a handle, a name, an OpOverload or a packet."""
+"""Look up the definition of an operator from a handle, a name, an OpOverload or a packet.
+
+`replace` gives the name of an operator to a new definition.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch.library
@@ -18,7 +22,7 @@ from torchop._core.library import (
     process_definitions,
     process_library,
 )
-from torchop._core.lock import registration_lock, run_waiting_hooks
+from torchop._core.lock import registration_lock, run_waiting_hooks, then_run_hooks
 from torchop._core.registered import DEFINITION, registration_place, registrations_of
 from torchop._errors import (
     OperatorGoneError,
@@ -191,13 +195,6 @@ def defining_module(name: OpName) -> str | None:
     return None if place is None else place.module
 
 
-def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeError:
-    return RuntimeError(
-        f"{name} cannot be defined at {site}: it exists already, registered at "
-        f"{registration_site(name)}. Rename one of them{advice}."
-    )
-
-
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     schema = find_schema(name)
     # Store the definitions in the library, because they must live as long as it does.
@@ -215,32 +212,91 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     return definition
 
 
-def deregister_existing(name: OpName, site: Site) -> None:
-    """If an operator with this name exists, deregister it, and warn about the redefinition.
+# An operator that a definition may replace: the definition of torchop's `custom_op`, or the library
+# in which PyTorch's `custom_op` defined the operator.
+Replaceable: TypeAlias = "Definition | torch.library.Library"
 
-    Raise RuntimeError if the existing operator was not created by `custom_op`.
+
+def replace(name: OpName, site: Site, define: Callable[[], Definition]) -> Definition:
+    """Call `define` with the registration lock held, while no operator has the name.
+
+    If `custom_op` created an operator with this name, deregister it first, and warn if the new
+    operator is another function. Raise RuntimeError if any other operator has the name.
     """
-    older, library = check_free(name, site)
-    if older is not None and older.deregistration_reason is not None and library is not None:
-        # Closing the library already deregistered the operator, as in `op._lib._destroy()` or when
-        # the process exits.
-        registries.unpublish(str(name), library)
-        return
-    if older is not None or library is not None:
-        # This may raise, so do it before warning that the operator is redefined.
-        deregistration.refuse_running([name])
-    qualname = str(name)
-    if older is not None and (before := older.declaration.site) is not None:
-        earlier, later = _distinct_places(before, site)
-        if before.origin != site.origin:
-            _warn_of_redefinition(name, f"at {earlier}", later, before.file == site.file)
-        older.deregister(
-            f"This is a handle of the {qualname} that was defined at {earlier}. It was replaced "
-            f"by the definition at {later}; use that one."
+    announced: Replaceable | None = None
+    while True:
+        with then_run_hooks():
+            existing = find_replaceable(name, site)
+            if existing is None:  # as for almost all definitions
+                return define()
+            if existing is announced:
+                with torch_ops.preserve_packet(name.namespace, name.name):
+                    _deregister(existing, name, site)
+                    return define()
+        # Warn without the lock. If another thread replaces the operator in the meantime, the loop
+        # announces that thread's operator too.
+        _announce(existing, name, site)
+        announced = existing
+
+
+def find_replaceable(name: OpName, site: Site) -> Replaceable | None:
+    """Return the operator that has a name, or None. Raise if the operator cannot be replaced."""
+    with registration_lock:  # another thread defines the schema before it publishes the handle
+        definition = own_definition(None, name)
+        if definition is None:
+            library = registries.published_library(str(name))
+            if library is not None and library.m is not None:
+                return library
+        elif definition.deregistration_reason is None:
+            return definition
+        # Call `has_entry` first, because `is_registered` makes TorchScript index all new operators,
+        # which is slow.
+        is_taken = operators.has_entry(*name) and operators.is_registered(
+            name.packet, name.overload
         )
-    elif library is not None and library.m is not None:
-        _warn_of_redefinition(name, "with torch.library.custom_op", site)
-        _deregister_torch_operator(name, library, site)
+    if is_taken:
+        raise already_defined(name, site, "; load a package that carries it after this definition")
+    return None
+
+
+def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeError:
+    return RuntimeError(
+        f"{name} cannot be defined at {site}: it exists already, registered at "
+        f"{registration_site(name)}. Rename one of them{advice}."
+    )
+
+
+def _announce(existing: Replaceable, name: OpName, site: Site) -> None:
+    """Warn that an operator is redefined, unless the same function is only defined again."""
+    deregistration.refuse_running([name])  # first, because it may raise
+    earlier, later, advice = "with torch.library.custom_op", str(site), "Rename one of them."
+    if isinstance(existing, Definition):
+        before = existing.declaration.site
+        if before is None or before.origin == site.origin:
+            return
+        earlier, later = _distinct_places(before, site)
+        earlier = f"at {earlier}"
+        if before.file == site.file:
+            advice = "Import the file under one name, or give its operators their own namespace."
+    warn(
+        f"{name} was defined {earlier} and is defined again at {later}, which replaces it. "
+        f"{advice}",
+        RedefinitionWarning,
+    )
+
+
+def _deregister(existing: Replaceable, name: OpName, site: Site) -> None:
+    if not isinstance(existing, Definition):
+        reason = f"{name} was replaced by the definition at {site}; use that one."
+        libraries.deregister(existing, name, reason)
+        return
+    before = existing.declaration.site
+    assert before is not None  # it is None only for operators of other packages
+    earlier, later = _distinct_places(before, site)
+    existing.deregister(
+        f"This is a handle of the {name} that was defined at {earlier}. It was replaced by the "
+        f"definition at {later}; use that one."
+    )
 
 
 def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
@@ -252,48 +308,3 @@ def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)
     return f"{before} in the module {before.module}", f"{site} in the module {site.module}"
-
-
-def _warn_of_redefinition(
-    name: OpName, before: str, after: object, is_same_file: bool = False
-) -> None:
-    advice = "Rename one of them."
-    if is_same_file:
-        advice = "Import the file under one name, or give its operators their own namespace."
-    warn(
-        f"{name} was defined {before} and is defined again at {after}, which replaces it. {advice}",
-        RedefinitionWarning,
-    )
-
-
-def _deregister_torch_operator(name: OpName, library: torch.library.Library, site: Site) -> None:
-    reason = f"{name} was replaced by the definition at {site}; use that one."
-    deregistration.invalidate([name], lambda name: reason)
-    registries.unpublish(str(name), library)
-    libraries.end(library)
-    library._destroy()
-
-
-def is_free(name: OpName, site: Site) -> bool:
-    definition, library = check_free(name, site)
-    return definition is None and (library is None or library.m is None)
-
-
-def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.library.Library | None]:
-    """Return the (definition, library) of the operator to replace, or (None, None) if none exists.
-
-    Only operators created by torchop's or PyTorch's `custom_op` can be replaced. Raise if the name
-    belongs to another operator. The definition is None if PyTorch's `custom_op` created the
-    operator.
-    """
-    with registration_lock:  # another thread defines the schema before it publishes the handle
-        definition = own_definition(None, name)
-        library = registries.published_library(str(name))
-        replaceable = definition is not None or (library is not None and library.m is not None)
-        # Call `has_entry` first, because `is_registered` makes TorchScript index all new operators,
-        # which is slow.
-        is_known = not replaceable and operators.has_entry(*name)
-        is_taken = is_known and operators.is_registered(name.packet, name.overload)
-    if is_taken:
-        raise already_defined(name, site, "; load a package that carries it after this definition")
-    return definition, library

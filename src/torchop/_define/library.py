@@ -261,7 +261,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         library._op_defs.add(str(name))
         registered = registrations_of(library, name)
         registered.record_place(DEFINITION, users_place())
-        deregistration.after_definition(*name)
+        torch_ops.after_definition(*name)
         libraries.follow(library)
         functionalization.install_low_level(registered, is_mutable="!" in schema)
         if "__torch__" in schema:  # a TorchScript class

@@ -17,7 +17,7 @@ from torchop._core.define import all_or_nothing, define
 from torchop._core.definition import Definition
 from torchop._core.library import new_name
 from torchop._core.lock import registration_lock
-from torchop._core.registry import check_free
+from torchop._core.registry import find_replaceable
 from torchop._define.forms import schemas
 from torchop._define.forms.derive import check_derivable, define_member
 from torchop._define.forms.kernels import WritingKernels, empty_like
@@ -183,7 +183,7 @@ def out_op(
         forms = (Form.OUT, Form.INPLACE) if inplace else (Form.OUT,)
         names = {form: schemas.form_name(op_name, form) for form in forms}
         for member in (op_name, *names.values()):
-            check_free(OpName.parse_new(str(member)), site)
+            find_replaceable(OpName.parse_new(str(member)), site)
 
         def build() -> OperatorFamily:
             functional = define(declaration, lib)
