@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -223,4 +224,25 @@ def test_constants_that_cannot_be_read_again_are_refused(namespace, tmp_path):
     for write in (torchop.export.save, torchop.export.aoti_package):
         with pytest.raises(TypeError, match=r"cannot store the constant .* of the class Constant"):
             write(program, path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("mutates", [False, True])
+def test_numbers_that_packages_cannot_contain_are_refused(namespace, tmp_path, value, mutates):
+    @torchop.custom_op(f"{namespace}::clamp", mutates_args=("x",) if mutates else ())
+    def clamp(x: Tensor, limits: list[float]) -> Tensor:
+        return x.clamp(max=limits[0])
+
+    clamp.register_fake(lambda x, limits: torch.empty_like(x))
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return clamp(x, [value])
+
+    program = torch.export.export(Model(), (torch.ones(2),))
+    path = tmp_path / "model.pt2"
+    for written in (program, program.run_decompositions({})):
+        with pytest.raises(ValueError, match=rf"{namespace}.*{value}.*Pass None instead"):
+            torchop.export.aoti_package(written, path)
     assert not path.exists()

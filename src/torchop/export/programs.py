@@ -11,6 +11,7 @@ import enum
 import functools
 import io
 import json
+import math
 import os
 import re
 import zipfile
@@ -137,6 +138,26 @@ def check_constants(ep: ExportedProgram, caller: str) -> None:
                     f"{short_repr(value)} of the class {type(value).__name__}, because "
                     "torch.export writes such an object but cannot read it. Pass its fields as "
                     "numbers and strings, for example as a dataclass, which torchop flattens."
+                )
+
+
+def check_finite(ep: ExportedProgram) -> None:
+    """Raise if a program passes inf or nan to a custom operator, as a constant.
+
+    Workaround: AOTInductor writes these numbers as strings, and a package that contains them cannot
+    be loaded (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp).
+    """
+    for node in operators.nodes_in(ep.graph_module):
+        if getattr(node.target, "namespace", "aten") in ("aten", "prims"):
+            continue
+        # The target may be a higher-order operator, such as auto_functionalized_v2.
+        operator = next((a for a in node.args if isinstance(a, classes.OpOverload)), node.target)
+        for value in classes.tree_leaves((node.args, node.kwargs)):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"{operator}: torchop.export.aoti_package cannot store the argument "
+                    f"{value}, because AOTInductor cannot load a package that contains inf or nan. "
+                    "Pass None instead, and replace it in the operator's function."
                 )
 
 
