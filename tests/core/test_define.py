@@ -48,7 +48,7 @@ class InjectedError(Exception):
 STEPS: dict[str, tuple[Any, str]] = {
     "warn": (registry, "warn"),
     "check the name": (registry, "find_replaceable"),
-    "end the older one": (registry, "_deregister"),
+    "announce": (registry, "_announce"),
     "make a library": (define, "OwnLibrary"),
     "make the definition": (define, "Definition"),
     "follow the library": (libraries, "on_close"),
@@ -194,7 +194,7 @@ def stock(x: Tensor) -> Tensor:
 
 
 def test_stock_operator_is_replaced_completely_or_not_at_all(namespace):
-    for step in ("check the name", "end the older one", "make a library"):
+    for step in ("check the name", "announce", "make a library"):
         for after in (False, True):
             torch.library.custom_op(f"{namespace}::op", stock, mutates_args=())
             with warnings.catch_warnings():

@@ -7,7 +7,6 @@ This module removes a deregistered operator's entries from both kinds of caches.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import traceback
@@ -37,25 +36,18 @@ def before_definition(namespace: str, name: str, overload: str) -> None:
         torch_ops.drop_cached(namespace, name, overload)
 
 
-def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
+def invalidate(
+    names: Iterable[Name], reason: Callable[[str], str], *, only_existing: bool = False
+) -> None:
     """Make new calls to operators raise, before the operators are deregistered.
 
-    `reason(name)` returns the error message for an operator.
+    `reason(name)` returns the error message for an operator. If `only_existing` is true, create no
+    overload objects that `torch.ops` has not created yet.
     """
-    for name in names:
-        with contextlib.suppress(AttributeError):
-            # Create the overload object now so that it can be invalidated. If `torch.ops` created
-            # it later, calls to it would not raise.
-            torch_ops.lookup_overload(*name)
-    invalidate_existing(names, reason)
-
-
-def invalidate_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Like `invalidate`, but only for overload objects that `torch.ops` has already created."""
     invalidated: list[Any] = []
     for name in names:
         reason_of_name = functools.partial(reason, operators.joined(*name))
-        invalidated += torch_ops.invalidate_overload(*name, reason_of_name)
+        invalidated += torch_ops.invalidate_overload(*name, reason_of_name, only_existing)
     if invalidated:
         forget_objects(invalidated)
 

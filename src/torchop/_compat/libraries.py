@@ -217,7 +217,7 @@ class _Contents(NamedTuple):
         if defined is None or implemented is None:
             return  # already destroyed
         names = [operators.parts(qualname) for qualname in defined]
-        deregistration.invalidate_existing(names, library_closed_reason)
+        deregistration.invalidate(names, library_closed_reason, only_existing=True)
         for place, handle in enumerate(self.handles):
             # Wrap PyTorch's own handles, because destroying them twice raises an error.
             if not isinstance(handle, _DestroyOnce):

@@ -127,13 +127,18 @@ class RaisingPacketFunction(RaisingFunction):
 
 
 def invalidate_overload(
-    namespace: str, name: str, overload: str, reason: Callable[[], str]
+    namespace: str, name: str, overload: str, reason: Callable[[], str], only_existing: bool
 ) -> Iterator[Any]:
     """Make an overload and its packet raise when called, before the operator is deregistered.
 
     Otherwise a later call, for example from a compiled graph, would read freed memory. Yields each
     overload object that was invalidated.
     """
+    if not only_existing:
+        with contextlib.suppress(AttributeError):
+            # Create the overload object now so that it can be invalidated. If `torch.ops` created
+            # it later, calls to it would not raise.
+            lookup_overload(namespace, name, overload)
     packet = existing_packet(namespace, name)
     # Leave the overload in the packet. If it were deleted, looking it up in a packet that is still
     # referenced would create a new overload object, which would never be invalidated.

@@ -223,7 +223,7 @@ def replace(name: OpName, site: Site, define: Callable[[], Definition]) -> Defin
     If `custom_op` created an operator with this name, deregister it first, and warn if the new
     operator is another function. Raise RuntimeError if any other operator has the name.
     """
-    announced: Replaceable | None = None
+    announced, reason = None, ""
     while True:
         with then_run_hooks():
             existing = find_replaceable(name, site)
@@ -231,12 +231,14 @@ def replace(name: OpName, site: Site, define: Callable[[], Definition]) -> Defin
                 return define()
             if existing is announced:
                 with torch_ops.preserve_packet(name.namespace, name.name):
-                    _deregister(existing, name, site)
+                    if isinstance(existing, Definition):
+                        existing.deregister(reason)
+                    else:
+                        libraries.deregister(existing, name, reason)
                     return define()
         # Warn without the lock. If another thread replaces the operator in the meantime, the loop
         # announces that thread's operator too.
-        _announce(existing, name, site)
-        announced = existing
+        announced, reason = existing, _announce(existing, name, site)
 
 
 def find_replaceable(name: OpName, site: Site) -> Replaceable | None:
@@ -266,36 +268,33 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
     )
 
 
-def _announce(existing: Replaceable, name: OpName, site: Site) -> None:
-    """Warn that an operator is redefined, unless the same function is only defined again."""
+def _announce(existing: Replaceable, name: OpName, site: Site) -> str:
+    """Warn that an operator is redefined, and return the reason why its handle will raise.
+
+    There is no warning if the same function is defined again, as in a notebook.
+    """
     deregistration.refuse_running([name])  # first, because it may raise
-    earlier, later, advice = "with torch.library.custom_op", str(site), "Rename one of them."
-    if isinstance(existing, Definition):
-        before = existing.declaration.site
-        if before is None or before.origin == site.origin:
-            return
-        earlier, later = _distinct_places(before, site)
-        earlier = f"at {earlier}"
-        if before.file == site.file:
-            advice = "Import the file under one name, or give its operators their own namespace."
-    warn(
-        f"{name} was defined {earlier} and is defined again at {later}, which replaces it. "
-        f"{advice}",
-        RedefinitionWarning,
-    )
-
-
-def _deregister(existing: Replaceable, name: OpName, site: Site) -> None:
     if not isinstance(existing, Definition):
-        reason = f"{name} was replaced by the definition at {site}; use that one."
-        libraries.deregister(existing, name, reason)
-        return
+        _warn(name, "with torch.library.custom_op", str(site), "Rename one of them.")
+        return f"{name} was replaced by the definition at {site}; use that one."
     before = existing.declaration.site
     assert before is not None  # it is None only for operators of other packages
     earlier, later = _distinct_places(before, site)
-    existing.deregister(
+    if before.origin != site.origin:
+        advice = "Rename one of them."
+        if before.file == site.file:
+            advice = "Import the file under one name, or give its operators their own namespace."
+        _warn(name, f"at {earlier}", later, advice)
+    return (
         f"This is a handle of the {name} that was defined at {earlier}. It was replaced by the "
         f"definition at {later}; use that one."
+    )
+
+
+def _warn(name: OpName, before: str, after: str, advice: str) -> None:
+    warn(
+        f"{name} was defined {before} and is defined again at {after}, which replaces it. {advice}",
+        RedefinitionWarning,
     )
 
 
