@@ -32,8 +32,9 @@ def before_definition(namespace: str, name: str, overload: str) -> None:
     defined.add(f"{namespace}::{name}")
     # FX caches signatures by operator name, but the new operator may have a different signature.
     _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
-    if not operators.has_entry(namespace, name, overload):
-        torch_ops.drop_cached(namespace, name, overload)
+    key = (namespace, name, overload)
+    if key in torch_ops.cached_overloads and not operators.has_entry(*key):
+        del torch_ops.cached_overloads[key]
 
 
 def invalidate(

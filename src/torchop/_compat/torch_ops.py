@@ -143,9 +143,9 @@ def invalidate_overload(
     # Leave the overload in the packet. If it were deleted, looking it up in a packet that is still
     # referenced would create a new overload object, which would never be invalidated.
     existing = None if packet is None else vars(packet).get(overload or "default")
-    cached = _cached.get((namespace, name, overload), [])
+    cached = cached_overloads.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
-        cached = _cached[namespace, name, overload] = [*cached, existing]
+        cached = cached_overloads[namespace, name, overload] = [*cached, existing]
     for each in cached:
         if not is_deregistered(each):
             _invalidate(each, reason)
@@ -172,12 +172,7 @@ def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
 # survives the deregistration. The record holds a borrowed reference to the overload object that the
 # dispatcher passes to dispatch modes (`getPythonOp` in ATen/core/dispatch/OperatorEntry.h). So this
 # object must stay alive, and the next operator of the same name must reuse it.
-_cached: dict[tuple[str, str, str], list[Any]] = {}
-
-
-def drop_cached(namespace: str, name: str, overload: str) -> None:
-    """Release the overload object of a deregistered operator that the dispatcher does not use."""
-    _cached.pop((namespace, name, overload), None)
+cached_overloads: dict[tuple[str, str, str], list[Any]] = {}
 
 
 def after_definition(namespace: str, name: str, overload: str) -> None:
@@ -189,7 +184,7 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
             if isinstance(value, OpOverload) and is_deregistered(value):
                 del attributes[attribute]
         _refresh(packet)
-    cached = _cached.get((namespace, name, overload))
+    cached = cached_overloads.get((namespace, name, overload))
     if not cached:
         return
     first = cached[0]
