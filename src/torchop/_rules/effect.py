@@ -136,10 +136,11 @@ def declared_effect(
             f"{schema.name}: mutates_args names an object, so the operator has an effect on it, "
             'but effects="none" says that the operator has no effect. Remove one of them.'
         )
-    if effect is None and not is_inlined:
-        is_ordered = may_change_objects(schema, also_generators=mutates_objects)
-        effect = "ordered" if is_ordered else None
-    declared = check_effect(effect, schema, "effects")
+    declared: Declared = None
+    if effect is not None:
+        declared = check_effect(effect, schema, "effects")
+    elif not is_inlined and may_change_objects(schema, also_generators=mutates_objects):
+        declared = EffectType.ORDERED
     if is_inlined and isinstance(declared, EffectType):
         raise ValueError(
             f"{schema.name}: compile='inline' lets a compiler trace the function, so the effect "

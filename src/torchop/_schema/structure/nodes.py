@@ -27,6 +27,8 @@ TENSOR_LISTS = ("Tensor[]", "Tensor?[]")
 class Node:
     """A node of an annotation tree. It describes one argument or field, such as `cfg.box`."""
 
+    is_optional = False
+
     def __init__(self, path: str, parts: Sequence[Node] = ()) -> None:
         self.path = path
         self._parts = parts
@@ -82,6 +84,19 @@ class Node:
     @property
     def holds_tensors(self) -> bool:
         return any(leaf.is_tensor for leaf in self.leaves())
+
+    def _convert(
+        self, source: Source, name: str, function: str, path: str, exact: type | None = None
+    ) -> None:
+        """Emit a statement that replaces a variable by the result of `function`.
+
+        The generated code skips the statement if the variable has the type `exact`, or is None.
+        """
+        conditions = [f"{name} is not None"] * self.is_optional
+        if exact is not None:
+            conditions.append(f"{source.object(type)}({name}) is not {source.object(exact)}")
+        with source.condition(conditions):
+            source.line(f"{name} = {function}({name}, {source.where(path)})")
 
 
 class Leaf(Node):
@@ -160,13 +175,9 @@ class Leaf(Node):
             source.line(f"{name} = {value}")
         if not self.checked:
             return
-        conditions = [f"{name} is not None"] * self.is_optional
-        if self.kind.exact is not None:
-            exact = source.object(self.kind.exact)
-            conditions.append(f"{source.object(type)}({name}) is not {exact}")
         what = self.name if self.kind.exact is None else self.kind.exact.__name__
         encode = source.object(self.kind.encode, f"check_{what}")
-        self._convert(source, name, conditions, f"{encode}({name}, {source.where(self.path)})")
+        self._convert(source, name, encode, self.path, self.kind.exact)
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         name = variables[self.name]
@@ -184,14 +195,8 @@ class Leaf(Node):
                 source.line(f"raise {error}({source.where(self.flat_path)})")
         if self.kind.decode is not None:
             decode = source.object(self.kind.decode, f"decode_{self.name}")
-            conditions = [f"{name} is not None"] * self.is_optional
-            where = source.where(self.flat_path)
-            self._convert(source, name, conditions, f"{decode}({name}, {where})")
+            self._convert(source, name, decode, self.flat_path)
         return name
-
-    def _convert(self, source: Source, name: str, conditions: Sequence[str], value: str) -> None:
-        with source.condition(conditions):
-            source.line(f"{name} = {value}")
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         return values.get(self.name)

@@ -98,13 +98,8 @@ class Static(Node):
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         name = variables[self.name]
         source.line(f"{name} = {value}")
-        conditions = [f"{name} is not None"] * self.is_optional
-        if self.exact is not None:
-            exact = source.object(self.exact)
-            conditions.append(f"{source.object(type)}({name}) is not {exact}")
-        with source.condition(conditions):
-            check = source.object(self.check, f"check_{self.path}")
-            source.line(f"{name} = {check}({name}, {source.where(self.path)})")
+        check = source.object(self.check, f"check_{self.path}")
+        self._convert(source, name, check, self.path, self.exact)
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         name = variables[self.name]
