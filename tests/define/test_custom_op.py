@@ -97,6 +97,10 @@ def keyword_tensor(x: Tensor, *, y: Tensor) -> Tensor:
     return x + y
 
 
+def two_tensors(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
 def without_tensors(n: int) -> Tensor:
     return torch.zeros(n)
 
@@ -111,6 +115,12 @@ FAILURES = {
     "a schema with a name": (None, first, {"schema": "op(Tensor x) -> Tensor"}, ValueError),
     "a schema that is no string": (None, first, {"schema": 3}, ValueError),
     "a schema that mutates": (None, first, {"schema": "(Tensor(a!) x) -> Tensor"}, ValueError),
+    "a schema that repeats a name": (
+        None,
+        two_tensors,
+        {"schema": "(Tensor x, Tensor x) -> Tensor"},
+        ValueError,
+    ),
     "a schema of another function": (None, first, {"schema": "() -> Tensor"}, ValueError),
     "an unknown device type": (None, first, {"device_types": "toaster"}, RuntimeError),
     "a device object": (None, first, {"device_types": torch.device("cpu")}, TypeError),

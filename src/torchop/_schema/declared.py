@@ -75,6 +75,10 @@ def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
             f"{MAX_ARGUMENTS}. Each field of a structure is an argument; pass values of one type "
             "as a list or a dict."
         )
+    names = [argument.name for argument in parsed.arguments]
+    repeated = next((each for each in names if names.count(each) > 1), None)
+    if repeated is not None:
+        raise mistake(f"the schema has two arguments {repeated!r}. Rename one of them.")
     form = form_of(tags)
     if form is Form.PLAIN:
         form = form_of_schema(parsed)
