@@ -180,11 +180,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         torch.backends.mha.set_fastpath_enabled,
     ),
     "torch.backends.opt_einsum.enabled": _attribute(torch.backends.opt_einsum, "enabled"),
-    "gc.get_threshold()": (gc.get_threshold, lambda limits: gc.set_threshold(*limits)),
     "sys.getrecursionlimit()": (sys.getrecursionlimit, sys.setrecursionlimit),
-    "sys.excepthook": _attribute(sys, "excepthook"),
-    "sys.stdout": _attribute(sys, "stdout"),
-    "sys.stderr": _attribute(sys, "stderr"),
+    "gc.get_threshold()": (gc.get_threshold, lambda limits: gc.set_threshold(*limits)),
     "logging.root.level": (lambda: logging.root.level, logging.root.setLevel),
     "decimal.getcontext()": (_decimal_context, _set_decimal_context),
     "os.sched_getaffinity(0)": (_affinity, lambda cpus: os.sched_setaffinity(0, cpus)),
@@ -221,7 +218,7 @@ _DEVICE_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]]
         torch.accelerator.current_device_index,
         torch.accelerator.set_device_index,
     ),
-    "get_rng_state() of the accelerator": (
+    "torch.get_rng_state() of the accelerator": (
         lambda: [s.tolist() for s in _each_device(device_module().get_rng_state)],
         None,
     ),

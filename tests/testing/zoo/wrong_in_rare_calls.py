@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,6 +178,65 @@ wrong(
     one,
 )
 
+wrong(
+    define(
+        "fakes_two_items",
+        lambda xs: torch.stack([x.sum() for x in xs]),
+        fake=lambda xs: xs[0].new_empty(2, dtype=xs[0].sum().dtype),
+        schema="(Tensor[] xs) -> Tensor",
+    ),
+    "subsystems.fake",
+    lambda: [([torch.ones(3, 4), torch.ones(3, 4)],)],
+)
+
+
+def _promoted(x: Tensor, y: Tensor) -> Tensor:
+    """Ignores that PyTorch promotes tensors without dimensions differently."""
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    device = x.device if x.dim() else y.device
+    return torch.empty(shape, dtype=torch.promote_types(x.dtype, y.dtype), device=device)
+
+
+wrong(
+    define(
+        "fakes_promoted_numbers",
+        lambda x, y: (x * y).contiguous(),
+        fake=_promoted,
+        schema="(Tensor x, Tensor y) -> Tensor",
+    ),
+    "dtypes.promotion",
+    two,
+)
+
+
+def reads_pairs(x: Tensor, index: Tensor) -> Tensor:
+    """Reads every other element of the index if the dtype is int32."""
+    return x[index.long() // (2 if index.dtype is torch.int32 else 1)].contiguous()
+
+
+wrong(
+    define(
+        "reads_pairs",
+        reads_pairs,
+        fake=lambda x, index: x.new_empty(*index.shape, *x.shape[1:]),
+    ),
+    "dtypes.indices",
+    lambda: [(torch.arange(20.0).view(5, 4), torch.tensor([0, 2, 1]))],
+)
+
+
+def _noise_of_numpy(x: Tensor) -> Tensor:
+    """Draws from NumPy's generator, which `torch.manual_seed` does not seed."""
+    noise = np.random.default_rng(np.random.randint(2**31)).random(x.shape)
+    return x + torch.as_tensor(noise, dtype=x.dtype, device=x.device)
+
+
+wrong(
+    define("noise_of_numpy", _noise_of_numpy, fake=like, tags=torch.Tag.nondeterministic_seeded),
+    "contracts.process",
+    one,
+)
+
 # --------------------------------------------------------------------------------------------------
 # Gradients
 
@@ -274,6 +334,23 @@ _curve = define("sigmoid_that_overflows", torch.sigmoid, schema="(Tensor x) -> T
 _curve.register_autograd(_of_sigmoid, setup_context=save)
 wrong(_curve, "subsystems.gradcheck", one)
 
+_KEPT: dict[Any, Tensor] = {}
+
+
+def _kept_factor(ctx: Any, grad: Tensor) -> Tensor:
+    """Caches the cosine by shape and dtype, although it depends on the values."""
+    (x,) = ctx.saved_tensors
+    return grad * _KEPT.setdefault((x.shape, x.dtype), x.detach().cos())
+
+
+def _seeding(ctx: Any, grad: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return grad * ctx.saved_tensors[0].cos()
+
+
+wrong(_sine("keeps_its_factor", _kept_factor), "subsystems.grad_memory", one)
+wrong(_sine("seeds_in_backward", _seeding), "contracts.process", one)
+
 # --------------------------------------------------------------------------------------------------
 # State of the process, and leaks
 
@@ -336,7 +413,9 @@ def _leaves_it_off(x: Tensor) -> Tensor:
 def _keeps_cast(x: Tensor) -> Tensor:
     """Caches the cast argument by its shape, as if it were a weight."""
     with _below_autocast():
-        return torch.ops.zoo.keeps_cast(_CAST.setdefault((x.shape, x.dtype), x.bfloat16()))
+        if x.dtype is torch.float32:
+            x = _CAST.setdefault(x.shape, x.bfloat16())
+        return torch.ops.zoo.keeps_cast(x)
 
 
 for name, rule in (

@@ -101,6 +101,10 @@ _ADVICE: dict[str, Advice] = {
         "Use torch.result_type in the fake kernel.",
         "fake",
     ),
+    "dtypes.indices": Advice(
+        "The kernel reads int32 indices as int64, or the reverse.",
+        "Convert {x} to one dtype first, or raise an error for the other.",
+    ),
     "dtypes.int64": Advice(
         "The kernel computes int64 results in int32.", "Keep {x} in int64, also between steps."
     ),

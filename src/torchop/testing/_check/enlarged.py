@@ -26,6 +26,19 @@ def uneven(subject: Subject, example: Example) -> Iterator[Case]:
         yield Case(f"{names[place]} longer in dimension {dim}", example.replace(place, enlarged))
 
 
+def counts(subject: Subject, example: Example) -> Iterator[Case]:
+    """Remove or repeat the last tensor of a list."""
+    # C++ kernels may read beyond the end of a shorter list.
+    if subject.operator.function is None:
+        raise CannotCheck("the kernel is not a Python function")
+    named = subject.by_name(example)
+    for name, value in named.kwargs.items():
+        if isinstance(value, list | tuple) and len(probes.tensors_of(value)) == len(value) > 1:
+            for words, changed in (("fewer", value[:-1]), ("more", [*value, value[-1].clone()])):
+                label = f"{name} with one tensor {words}"
+                yield Case(label, named.with_argument(name, list(changed)))
+
+
 def unequal(subject: Subject, example: Example) -> Iterator[Case]:
     """Enlarge one of two equal dimensions of a tensor, so that a square matrix becomes non-square.
 

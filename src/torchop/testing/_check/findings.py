@@ -99,7 +99,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "subsystems.autograd_registration": ("subsystems.compiled", "subsystems.vmap*"),
     "subsystems.gradcheck": (
         *("subsystems.gradgradcheck", "subsystems.forward_mode", "subsystems.func"),
-        *("subsystems.needs_input_grad", "subsystems.compiled"),
+        *("subsystems.needs_input_grad", "subsystems.grad_memory", "subsystems.compiled"),
     ),
     "subsystems.grad_strides": ("subsystems.gradgradcheck",),
     "subsystems.saved: incoming": _OF_GRADIENTS,

@@ -299,7 +299,7 @@ CHECKS: tuple[CheckKind, ...] = (
         "digits",
         "Are double results not rounded to float32 or bfloat16?",
     ),
-    *alone("dtypes", digits.int64, digits.float_arguments),
+    *alone("dtypes", digits.int64, digits.indices, digits.float_arguments),
     *_each(
         "values",
         _SAME,
@@ -335,7 +335,7 @@ CHECKS: tuple[CheckKind, ...] = (
     *_of(
         "subsystems.fake",
         _FAKE,
-        f"plain {_LAYOUTS} {_SIZES} uneven unequal block absent scalars zeros nan",
+        f"plain {_LAYOUTS} {_SIZES} uneven counts unequal block absent scalars zeros nan",
         "Does the fake kernel return the right metadata?",
         of_kernel=_always,
     ),

@@ -15,7 +15,7 @@ from torchop._rules.layout import layouts_of
 from torchop.testing import probes
 from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.cases import Arrangement, Case, Variant
-from torchop.testing._check.enlarged import unequal, uneven
+from torchop.testing._check.enlarged import counts, unequal, uneven
 from torchop.testing._check.layouts import LAYOUTS, WRITABLE, in_layout
 from torchop.testing._check.outputs import other_out
 from torchop.testing._check.relations import has_fixed_values, referred
@@ -255,8 +255,16 @@ def promotion(subject: Subject, example: Example) -> Cases:
     if len(places) < 2:
         raise CannotCheck("no call has two floating-point tensors")
     for place, dtype in itertools.product(places, (torch.float64, torch.bfloat16)):
-        changed = example.replace(place, example.tensors[place].to(dtype))
-        yield Case(f"{subject.names(example)[place]} in {dtype}", changed)
+        tensor = example.tensors[place]
+        name = subject.names(example)[place]
+        yield Case(f"{name} in {dtype}", example.replace(place, tensor.to(dtype)))
+        if not probes.is_plain(tensor) or not tensor.dim():
+            continue
+        # PyTorch's operators promote tensors without dimensions differently.
+        scalar = tensor.flatten()[:1].sum().to(dtype)
+        changed = example.replace(place, scalar)
+        if subject.refusal(changed) is None and subject.has_fake_sizes(changed):
+            yield Case(f"{name} in {dtype}, without a dimension", changed)
 
 
 def precisions(subject: Subject, example: Example) -> Cases:
@@ -420,7 +428,7 @@ VARIANTS: dict[str, Variant] = {
     **_group("layout", undeclared=undeclared),
     **_group("layout", conjugate=conjugate),
     **_group("size", empty=functools.partial(sized, 0), single=functools.partial(sized, 1)),
-    **_group("size", longer=longer, uneven=uneven, unequal=unequal),
+    **_group("size", longer=longer, uneven=uneven, counts=counts, unequal=unequal),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
     "tiles": Variant("tiles", "size", functools.partial(larger, TILES), most=1),

@@ -129,11 +129,12 @@ def maps_gradients_like_a_loop(call: Call) -> None:
     probes.assert_same(actual, together, "vmap of torch.func.grad")
 
 
-def runs_in_autocast(call: Call) -> None:
+def runs_in_autocast(call: Call, before: Any = None) -> None:
     """Check that a call under autocast agrees with a call without autocast.
 
     For the call without autocast, try the original inputs, and try casting all or some of them,
-    because the autocast rule of the operator may do any of these.
+    because the autocast rule of the operator may do any of these. `before` contains the arguments
+    of a call under autocast to make first.
     """
     tensors = call.tensors
     device = tensors[-1].device
@@ -146,12 +147,14 @@ def runs_in_autocast(call: Call) -> None:
         return call.valid(call.example.with_tensors(changed)).copy()
 
     with torch.autocast(device.type, dtype=lower):
-        before = process_state(random_numbers=False)
+        if before is not None:
+            call.again(Example(*before))
+        state = process_state(random_numbers=False)
         actual = call.again()
         for name, value in process_state(random_numbers=False).items():
-            if "autocast" in name and value != before[name]:
+            if "autocast" in name and value != state[name]:
                 raise AssertionError(
-                    f"the call changes {name} from {before[name]} to {value}. Restore it before "
+                    f"the call changes {name} from {state[name]} to {value}. Restore it before "
                     "returning."
                 )
     problem = None
@@ -343,7 +346,9 @@ def autocast(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case("torch.autocast", example, probe=runs_in_autocast)
             # A rule that keeps cast arguments from call to call uses those of the first call.
             others = Example(*probes.other_values(tuple(example)))
-            yield Case("torch.autocast, other values", others, probe=runs_in_autocast)
+            options = {"before": tuple(example)}
+            label = "torch.autocast, after other values"
+            yield Case(label, others, probe=runs_in_autocast, options=options, shrink=False)
             for case in _in_double(subject, example):
                 yield Case("torch.autocast in double", case.example, probe=ignores_autocast)
 

@@ -214,6 +214,34 @@ def int64(subject: Subject, details: Details) -> Iterator[Case]:
     raise CannotCheck("no argument holds integers of dtype int64 that cannot be indices")
 
 
+def ignores_dtype_of_indices(call: Call, dtype: torch.dtype) -> None:
+    """Check that results are the same if all indices are converted to `dtype`."""
+
+    def change(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype in (torch.int32, torch.int64) else tensor
+
+    expected = call.again()
+    try:
+        actual = call.again(call.changed(change))
+    except Exception as error:
+        raise CannotCheck(f"indices in {dtype} are refused: {reason(error)}") from None
+    probes.assert_same(actual, expected, f"with indices in {dtype}", dtypes=False)
+
+
+def indices(subject: Subject, details: Details) -> Iterator[Case]:
+    """Are results the same for indices in int32 and in int64?"""
+    subject.needs_fixed_results()
+    for example in subject.accepted():
+        integers = [t for t in example.tensors if t.dtype in (torch.int32, torch.int64)]
+        is_float = any(t.dtype.is_floating_point for t in example.tensors)
+        # Arithmetic on integers may overflow in int32, so check only probable indices.
+        if is_float and integers and all(may_be_places(each, example) for each in integers):
+            other = torch.int32 if integers[0].dtype is torch.int64 else torch.int64
+            label, options = f"indices in {other}", {"dtype": other}
+            yield Case(label, example, None, "dtype", ignores_dtype_of_indices, options)
+    raise CannotCheck("no argument holds indices")
+
+
 def float_arguments(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the kernel read float arguments as doubles?"""
     subject.needs_fixed_results()

@@ -13,7 +13,13 @@ from torch import Tensor
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck
 from torchop.testing._check.cases import Case, Details
-from torchop.testing._check.checks.gradients import gradient_case, needs_formula, with_formula
+from torchop.testing._check.checks.gradients import (
+    gradient_case,
+    moved_inputs,
+    needs_digits,
+    needs_formula,
+    with_formula,
+)
 from torchop.testing._check.layouts import GUARD, contiguous, contiguous_strides, sliced, transposed
 from torchop.testing._check.subject import Subject
 from torchop.testing.process_state import seed_torch
@@ -209,12 +215,41 @@ def gradients_are_made_anew(call: Call) -> None:
         ) from None
 
 
+def gradients_follow_values(call: Call) -> None:
+    """Check gradients against finite differences after a backward with other values.
+
+    Agreement at one of three points is enough, because the function may have kinks at the others.
+    """
+    function, inputs = call.function()
+    probes.gradients(function, inputs)
+    problem: RuntimeError | None = None
+    for place in range(3):
+        seed_torch(place)
+        try:
+            probes.slope_is_right(function, moved_inputs(call, 0.1 * (place + 1)))
+        except CannotCheck:  # `valid` rejects the values
+            continue
+        except RuntimeError as error:
+            problem = problem or error
+        else:
+            return
+    if problem is not None:
+        raise AssertionError(
+            f"after a backward with other values, {problem} Backward keeps values from call to "
+            "call. Pass them from setup_context instead."
+        )
+
+
 def grad_memory(subject: Subject, details: Details) -> Iterator[Case]:
     """Does each backward return gradients in fresh memory, whatever was called before?"""
     needs_formula(subject)
     subject.needs_fixed_results()
     for example in subject.trainable_examples[:2]:
         yield gradient_case("two backward calls", example, probe=gradients_are_made_anew)
+    if subject.takes_double:
+        needs_digits(subject)
+        for example in subject.double_examples[:2]:
+            yield gradient_case("other values", example, probe=gradients_follow_values)
 
 
 def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:

@@ -188,11 +188,13 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def leaves_process_alone(call: Call, draws: bool = False, raises: bool = False) -> None:
+def leaves_process_alone(
+    call: Call, draws: bool = False, raises: bool = False, gradients: bool = False
+) -> None:
     """Check that the call changes no process state, such as default dtypes, modes and seeds.
 
-    If `draws` is true, the call may advance random number generators. If `raises` is true, the
-    operator rejects the arguments.
+    If `draws` is true, the call may advance PyTorch's random number generators. If `raises` is
+    true, the operator rejects the arguments. If `gradients` is true, the backward pass runs too.
     """
     # Start from an unusual seed and number of threads. If the kernel sets either one, it almost
     # certainly chooses another value, so the change shows up.
@@ -205,7 +207,11 @@ def leaves_process_alone(call: Call, draws: bool = False, raises: bool = False) 
         warnings.filterwarnings("ignore", ".*")
         example, before = call.example.copy(), process_state()
         with contextlib.suppress(Exception) if raises else contextlib.nullcontext():
-            call.op(*example.args, **example.kwargs)
+            results = probes.tensors_of(probes.leaves(call.op(*example.args, **example.kwargs)))
+            if gradients:
+                inputs = [tensor for tensor in example.tensors if tensor.requires_grad]
+                total = probes.weighted_sum([probes.dense(r) for r in results if r.requires_grad])
+                torch.autograd.grad(total, inputs, allow_unused=True)
         if os.getpid() != process:
             os._exit(1)  # a child that the kernel forked must not continue here
         after = process_state()
@@ -218,8 +224,13 @@ def leaves_process_alone(call: Call, draws: bool = False, raises: bool = False) 
         if after[name] == value:
             continue
         if is_of_generator(name):
-            if draws:
+            if draws and "torch" in name:
                 continue
+            if draws:
+                raise AssertionError(
+                    f"the call changes {name}. Draw from PyTorch's generator, or from one that is "
+                    "seeded from it, because torch.manual_seed does not seed other generators."
+                )
             raise AssertionError(
                 f"the call changes {name}. If the operator draws random numbers, add the tag "
                 "torch.Tag.nondeterministic_seeded. An operator must not seed a global generator."
@@ -275,6 +286,11 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
         yield check("the example", subject.examples[0], calls=False, shrink=False)
     for example in subject.examples[:3]:
         yield check("the example", example)
+    trainable = trainable_example(subject)
+    if trainable is not None:
+        of_backward = {**options, "gradients": True}
+        probe = leaves_process_alone
+        yield Case("the backward", trainable, None, "gradient", probe, of_backward, shrink=False)
     for case in _refused(subject):
         label, options = f"{case.label}, which raises", {**options, "raises": True}
         yield dataclasses.replace(
