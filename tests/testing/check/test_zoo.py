@@ -168,6 +168,14 @@ def test_right_operator_passes_a_delicate_check(name: str, check: str) -> None:
     assert result.outcome in ("passed", "cannot be done"), result.message
 
 
+def test_first_outcomes_are_of_the_checked_provider() -> None:
+    """The calls in new processes must run the provider's kernel, not the reference kernel."""
+    specimen = BY_NAME["zoo::provided_loose"]
+    (planned,) = plan_checks(specimen.op, specimen.examples(), only="contracts.state[fast]")
+    result = run_check(planned)
+    assert result.outcome == "passed", result.message
+
+
 def test_inapplicable_check_names_the_unsupported_layout() -> None:
     """If the check does not apply, the reason is the sparse layout, not a missing fake kernel."""
     for name, check in (("csr_times_vector", "export_dynamic"), ("sparse_row_sums", "compiled")):

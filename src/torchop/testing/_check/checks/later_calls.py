@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import io
 from collections.abc import Iterator
@@ -110,7 +111,10 @@ def _in_a_fork(call: Call) -> list[Any]:
         torch.save(outcome, file)
         return file.getvalue()
 
-    worker = Worker(answer)
+    # The fork answers in a new thread. Run it in a copy of the caller's context, which contains the
+    # provider priority.
+    run = contextvars.copy_context().run
+    worker = Worker(lambda request: run(answer, request))
     try:
         saved = worker.ask(None, _LONGEST_CALL)
     finally:
