@@ -148,7 +148,7 @@ def pytest_runtest_makereport(
 
 
 class _Results:
-    """Collects the results of all tests and writes them to the file from `--torchop-report`."""
+    """Collect the results of all tests, and write them to the file from `--torchop-report`."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -127,7 +127,7 @@ def recording(recorded: Recorded) -> Iterator[None]:
 
 
 def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...]:
-    """Accelerate operators that match `patterns` temporarily. Return a table row per operator."""
+    """Accelerate matching operators temporarily, and return a table row for each of them."""
     with accelerated(*patterns) as acceleration:
         return acceleration.operators
 
@@ -158,8 +158,9 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     for row in rows:
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
-        # `calls` includes calls whose arguments were not recorded, so assume that the share of
-        # native calls among them is the same as among the recorded calls.
+        # `calls` also counts calls whose arguments were not recorded. Assume that the share of
+        # native calls (those that bypass the dispatcher) is the same for them as for the recorded
+        # calls.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")

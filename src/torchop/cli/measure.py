@@ -1,7 +1,7 @@
 """Measure how much time a call to an operator takes through the dispatcher, and natively.
 
-Each operator runs in a separate process, because a kernel may crash or hang. For example, a kernel
-that does not check an index may write out of bounds if all tensors contain ones.
+Each operator runs in a separate process, because a kernel may crash or hang. For example, all
+tensors contain ones, and a kernel that does not check its indices may write out of bounds for them.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
 
 
 def _native_share(operator: Operator, kinds: Kinds) -> float | None:
-    """Return the share of recorded calls that would be native, or None if this is unknown.
+    """Return the share of recorded calls that would bypass the dispatcher, or None if unknown.
 
-    The operator must be accelerated. This function does not call it, but passes tensors of one
-    element to `torchop.explain`.
+    The operator must be accelerated. This function does not call it, but calls `torchop.explain`
+    with tensors of one element.
     """
     native = total = 0
     for call, count in kinds:
@@ -163,8 +163,8 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
 def _working(timing: Timing | Exception) -> Timing:
     if isinstance(timing, Timing):
         return timing
-    # The message mentions the ones, because they may be the reason that the call raised. For
-    # example, a tensor of ones may be an invalid index or permutation.
+    # The message mentions the ones, because they may be why the call raised: a tensor of ones can
+    # be an invalid index or permutation, for example.
     raise click.ClickException(f"a call with tensors of ones raises {first_line(timing)}")
 
 

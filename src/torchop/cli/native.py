@@ -114,8 +114,8 @@ def _write_wheel(extension: Path, folder: Path) -> Path:
 def _tag() -> str:
     """Return the wheel's tag, such as `cp311-cp311-linux_x86_64`.
 
-    The wheel is not tagged `manylinux`, because the compiled file may need libraries of the Linux
-    distribution on which it was compiled.
+    The wheel is not tagged `manylinux`, because the compiled file may depend on libraries of the
+    Linux distribution on which it was compiled.
     """
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     threading = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
@@ -201,10 +201,10 @@ def doctor(as_json: bool) -> None:
 
 
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
-    """Return a description of each place where the extension may be, and the resulting state.
+    """Describe each place that may contain the extension, and return the resulting state as well.
 
-    The state is "idle" (the extension can be compiled) if all places are empty and the user did not
-    configure a place with TORCHOP_NATIVE_DIR.
+    If all places are empty and the user did not set TORCHOP_NATIVE_DIR, the state is "idle", which
+    means that the extension has yet to be compiled.
     """
     rows: dict[str, str] = {}
     used = False
@@ -219,7 +219,8 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
         elif used:
             found = f"{place.folder}: found, but not needed"
         else:
-            # Only load the first extension that can be loaded, because a process must not load two.
+            # Stop loading after the first extension that can be loaded, because a process must not
+            # load two.
             problem = _problem_of(place)
             used = problem is None
             outcome = "found, and can be loaded" if used else f"cannot be loaded: {problem}"

@@ -93,8 +93,9 @@ def short_place(place: str) -> str:
 def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     """Import packages and find their operators.
 
-    `names` contains packages, and patterns of operators such as `"mylib::*"`. For this pattern, the
-    package `mylib` is imported if it exists. `imports` contains other modules to import.
+    `names` contains package names and patterns of operator names. For a pattern such as
+    `"mylib::*"`, import the package `mylib` if it exists. `imports` contains further modules to
+    import.
     """
     # Import Dynamo first, because this import registers operators, which would otherwise be
     # attributed to a package that imports Dynamo.

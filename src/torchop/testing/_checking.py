@@ -133,10 +133,11 @@ def is_open() -> bool:
 def _snapshot_of_others(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], None] | None:
-    """Take a snapshot before a call of another package's operator, and return the check to run.
+    """Take a snapshot before a call of an operator that was not defined with torchop.
 
-    The check runs after the call. Return None for operators of PyTorch, which are not checked, and
-    for operators defined with torchop, which `_Checker` checks.
+    Return a function that checks the snapshot after the call. Return None for PyTorch's own
+    operators, which are not checked, and for operators defined with torchop, which `_Checker`
+    checks.
     """
     if not is_open() or _is_of_pytorch(name):
         return None

@@ -16,8 +16,9 @@ from torchop.testing.process_state import seed_torch
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
     """Check that the values written to outputs do not depend on the outputs' previous contents.
 
-    Inductor passes uninitialized memory as the outputs of an operator with `torch.Tag.out`, so this
-    checks operators with the tag, and all operators to which the tag could be added.
+    If an operator has `torch.Tag.out`, Inductor passes uninitialized memory as its outputs. So
+    check every operator that has the tag, and every operator with `out=` arguments, because its
+    author could add the tag.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return

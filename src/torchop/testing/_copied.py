@@ -27,8 +27,8 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     value back. For a large cache, these copies can take longer than the operator itself. Arguments
     that do not have the declared layout are copied as well.
 
-    The function is compiled with `fullgraph=True`, but not run. Copies in the backward pass, and in
-    the bodies of branches, loops and nested regions, are not counted.
+    The function is compiled with `fullgraph=True`, but not run. Copies in the backward pass and in
+    the bodies of branches, loops and nested regions do not count.
 
     Args:
         function: a function, a module or an operator, compiled or not.
@@ -36,10 +36,10 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         kwargs: the keyword arguments of the function.
 
     Returns:
-        A dict from the name of each copied argument to the number of bytes copied. The name of a
-        list item is `"caches[0]"`, for example, and the name of a parameter or buffer is its key in
-        `state_dict`. A tensor that the function computes has the name of the operator's argument,
-        such as `"mylib::update.cache"`.
+        A dict from the name of each copied argument to the number of bytes copied. An item of a
+        list has a name like `"caches[0]"`, and a parameter or buffer is named by its key in
+        `state_dict`. If the function itself computes the tensor, the name is that of the operator's
+        argument, such as `"mylib::update.cache"`.
 
     Raises:
         Exception: the exception that tracing the function raises, for example because of a graph
@@ -122,8 +122,8 @@ def _copies_of_layouts(lowered: Lowered) -> Iterator[tuple[Node, str]]:
 def _is_written_copy(node: Node) -> bool:
     """Return whether a node is an updated copy of an argument, returned by a helper operator.
 
-    Helper operators whose names end in `__functional` write into copies of their arguments and
-    return the copies.
+    torchop's helper operators whose names end in `__functional` copy the arguments to be mutated,
+    write into the copies and return them.
     """
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]

@@ -1,8 +1,9 @@
 """Call a function in a forked process, because a kernel may crash or hang.
 
 A forked process starts in milliseconds and inherits all operators that the program has defined. It
-calls the function in a new thread. OpenMP creates a thread pool for each thread that uses it, and
-forking does not copy the pool of the main thread, so the main thread would wait for it forever.
+calls the function in a new thread, because OpenMP would hang in the main thread: OpenMP uses a
+separate thread pool for each calling thread, and a fork does not copy the threads of the pool, so
+the main thread would wait for them forever.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class WorkerError(RuntimeError):
 class Worker:
     """A forked process that calls `answer(request)` for each request and returns the result.
 
-    If a request crashes the process, `ask` raises WorkerError, and the next request starts a new
+    If a request crashes the process, `ask` raises WorkerError. The next request then starts a new
     process.
 
     Args:

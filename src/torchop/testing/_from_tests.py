@@ -220,8 +220,8 @@ def _results(
             problem = str(error)
             continue
         try:
-            # The budget limits the CPU time. The machine may be busy, so allow for more wall-clock
-            # time.
+            # The budget limits the CPU time. On a busy machine, the same work takes more wall-clock
+            # time, so the limit on wall-clock time is larger.
             end = time.perf_counter() + _MOST_ELAPSED * budget
             for name in sorted(names, key=_turn):
                 if worker.seconds > budget or time.perf_counter() > end:
@@ -254,7 +254,7 @@ def _plan(
 
 
 def _with_grown(op: str, examples: Sequence[Any]) -> list[Any]:
-    """Add an example with two dimensions, unless the operator already accepts one."""
+    """Add an enlarged example that has rows and columns, unless an accepted example has them."""
     subject = plan_checks(op, examples)[0].subject
     accepted = [e for e in subject.originals if subject.refusal(e) is None]
     if any(has_rows(tuple(example)) for example in accepted):

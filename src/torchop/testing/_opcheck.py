@@ -104,7 +104,8 @@ def opcheck(
     sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _TINY if rtol == 0 else rtol, "atol": _TINY if atol == 0 else atol}
     results: dict[str, str | Exception] = {}
-    # Check for undeclared mutations only once, as a part of this check.
+    # Look for undeclared mutations only once: as a part of `test_schema` or, without `test_schema`,
+    # of the first check.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     for check in checks:
         try:
@@ -125,7 +126,8 @@ def opcheck(
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:
-                # Raise a subclass of OpCheckError and of the exception of torch.library.opcheck.
+                # Raise an exception that callers can catch both as OpCheckError and as the
+                # exception of torch.library.opcheck.
                 failure = optests.opcheck_error(OpCheckError)
                 raise failure(
                     f"opcheck(op, ...): {check} of {operator.name} failed: {error}"
@@ -136,7 +138,7 @@ def opcheck(
 
 
 def _after_wrong_fake(check: str, error: Exception, results: Mapping[str, Any]) -> Exception:
-    """Return the failure of a check, blaming the fake kernel if it also failed its check."""
+    """Return the failure of a check, pointing to the fake kernel if that is the likely cause."""
     if not check.startswith("test_aot_dispatch") or not isinstance(
         results.get("test_faketensor"), Exception
     ):
@@ -184,13 +186,14 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Run one of PyTorch's checks.
 
-    Checks use the arguments in `accepted`, in which tensors that must not require grad are
-    detached. For an in-place operator, all checks except `test_schema` and `test_faketensor` use
-    the original `sample` instead.
+    Pass the arguments in `accepted` to the check, in which tensors that must not require grad are
+    detached. For an in-place operator, pass the original `sample` to all checks except
+    `test_schema` and `test_faketensor`.
     """
     schema, overload = operator.schema, operator.overload
     if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):
-        # Skip the check, because it would pass here, but raises an error for unsupported devices.
+        # The check would pass because of this kernel. Skip it anyway, because it raises an error
+        # for devices that it does not support.
         return
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
@@ -209,8 +212,8 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
     def on_copies(*args: Any, **kwargs: Any) -> Any:
         """Call the operator with copies of the arguments that it writes to.
 
-        Since PyTorch 2.15, the check computes gradients with respect to the arguments after it has
-        called the operator, so the operator must not overwrite them.
+        Since PyTorch 2.15, the check calls the operator first and then computes gradients with
+        respect to its arguments, so the operator must not overwrite them.
         """
         copies, keywords = inside_a_graph(schema, args, kwargs)
         return overload(*copies, **keywords)

@@ -42,7 +42,7 @@ def sample_of(
 def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
     """Raise TypeError if a tensor argument is a list.
 
-    In this case, the user has probably passed a list of samples instead of a single sample.
+    The user has probably passed a list of samples instead of a single sample.
     """
     for argument in schema.arguments:
         if argument.kind == "Tensor" and isinstance(values.get(argument.name), (tuple, list)):
@@ -68,10 +68,9 @@ def without_refused_gradients(
 
 
 def inside_a_graph(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sample:
-    """Clone the tensors that require grad and that the operator writes to.
+    """Clone the mutated arguments that require grad, so that they are no longer leaves.
 
-    The clones are not leaves of the autograd graph. PyTorch raises an error if an in-place operator
-    writes to a leaf that requires grad.
+    PyTorch raises an error if an in-place operator writes to a leaf tensor that requires grad.
     """
     return _changed(schema, args, kwargs, set(schema.mutated), Tensor.clone)
 

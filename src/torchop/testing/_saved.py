@@ -41,8 +41,9 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         saved.append(tensor)
         return tensor
 
-    # Record saved tensors with a hook, which autograd calls for every tensor that a node saves. The
-    # nodes themselves give no access to a saved tensor that is also the result of the node.
+    # Record saved tensors with a hook, which autograd calls for every tensor that a node saves.
+    # Reading them from the nodes afterwards would miss tensors, because a node gives no access to a
+    # saved tensor that is also its own result.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
     for node in _nodes(results):

@@ -22,7 +22,7 @@ from torchop.testing._samples import Sample, sample_of
 from torchop.testing.probes import tensors_of, with_tensors
 
 # Maps element sizes in bytes to tolerances. Several ranks add numbers in a different order than a
-# single device, so their results may be rounded differently.
+# single device, so the results may differ by rounding.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
 
 
@@ -271,15 +271,15 @@ def _spelled(placements: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[Any]:
-    """Yield a mesh of the ranks in the process group, or else of simulated ranks."""
+    """Yield a mesh over the process group, or over simulated ranks if there is no process group."""
     import torch.distributed as dist  # slow to import
 
     if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
         from torch.distributed.device_mesh import init_device_mesh  # slow to import
 
-        # Compilers compare meshes by identity, but DTensor's caches may hold an equal mesh from an
-        # earlier call. Clear the caches, because otherwise compiling fails, even for PyTorch's own
-        # operators, with "Node tangents_2 was invalid, but is output".
+        # Compilers compare meshes by identity, but DTensor's caches may return an equal mesh from
+        # an earlier call. Clear these caches. Otherwise, compiling fails with "Node tangents_2 was
+        # invalid, but is output", even for PyTorch's own operators.
         dtensor.clear_caches()
         yield init_device_mesh(device, tuple(shape))
     elif backend is not None:
@@ -300,12 +300,12 @@ def _caller(overload: OpOverload, backend: str | None) -> Callable[..., Any]:
         return overload(*args, **kwargs)
 
     def compile_and_call(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo stops compiling a code object after 8 recompilations, so use a new code object for
+        # Dynamo stops compiling a code object after 8 recompilations, so copy the code object for
         # each placement.
         function = types.FunctionType(
             call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__
         )
-        # Local shapes differ between placements, and Dynamo would make them dynamic by default.
+        # Local shapes differ between placements, so by default Dynamo would make them dynamic.
         compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return compiled(*args, **kwargs)
 

@@ -17,18 +17,19 @@ from torchop._compat import autograd, devices, dispatch, functorch, operators, t
 from torchop._core.contract import storage_of, version_of
 from torchop.extend import OpName, Schema, named_inputs
 
-# A kernel that ignores the strides of a view may write outside of it, so a snapshot also covers
-# this many bytes on either side. Copying the whole storage could take too much memory.
+# A kernel that ignores the strides of a view may write outside the view, so a snapshot also copies
+# this many bytes on either side of each tensor. Copying the whole storage could take too much
+# memory.
 MARGIN = 2**24
 
 
 class Words(NamedTuple):
     """The parts of error messages that differ between kernels and autograd formulas.
 
-    `mutated` is a format string with the fields `argument`, the name of the mutated argument, and
+    `mutated` is a format string with two fields: `argument`, the name of the mutated argument, and
     `where`, a more detailed description of it. `function` names the function that made the
-    mutation. The remaining parts tell users how to fix a function that changes values (`fix`),
-    changes metadata (`state_fix`), or writes outside the elements of a view (`around_fix`).
+    mutation. The other parts say how to fix a function that changes values (`fix`), changes
+    metadata (`state_fix`), or writes outside the elements of a view (`around_fix`).
     """
 
     mutated: str
@@ -47,8 +48,8 @@ KERNEL = Words(
     " To write there on purpose, take the whole base tensor as an argument and name it in "
     "mutates_args.",
 )
-# For helper operators. torchop generates their schemas, so telling users to change `mutates_args`
-# would not help.
+# For the helper operators that torchop defines. Their schemas are generated, so users cannot add
+# the argument to `mutates_args`, and the message does not suggest it.
 HELPER = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
 BACKWARD = Words(
     "the incoming gradient of {where} was mutated",
@@ -67,9 +68,9 @@ SETUP_CONTEXT = Words(
 class Snapshot:
     """Copies of the inputs of one call, for detecting mutations that the schema does not declare.
 
-    Inputs that cannot be copied and compared are skipped. These are fake and meta tensors, tensors
-    inside a `torch.func` transform, MKL-DNN and nested tensors, tensors that are too large to copy,
-    and all inputs while a device graph is being captured.
+    Inputs that cannot be copied and compared are skipped: fake and meta tensors, tensors inside a
+    `torch.func` transform, MKL-DNN and nested tensors, tensors that are too large to copy, and all
+    inputs while a device graph is being captured.
     """
 
     def __init__(

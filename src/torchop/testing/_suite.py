@@ -100,14 +100,15 @@ class Suite:
             before = session.testscollected
             pairs = itertools.pairwise(itertools.chain(results, [None]))
             for number, (tested, following) in enumerate(pairs, before + 1):
-                # pytest prints the percentage of collected tests that have finished, and treats
-                # 100 % as the end. So also count the following result, if there is one.
+                # pytest prints the percentage of collected tests that have finished, and takes 100
+                # % for the end of the run. So if another result follows, count it as collected
+                # already.
                 session.testscollected = number + (following is not None)
                 self._log(cast(dict[str, Any], tested))
         return result
 
     def _tested(self) -> Iterator[dict[str, Any]]:
-        """Yield one result for each operator and family of checks, as plain values."""
+        """Yield a dict that pytest-xdist can send, for each operator and family of checks."""
         path, baseline = self._config.getoption("--torchop-baseline"), self._baseline
         calls, reports = self._calls.calls, []
         for report in check_calls(calls, only=self._only, budget=self._budget, baseline=baseline):
@@ -129,7 +130,7 @@ class Suite:
             self._notes.append(f"wrote the failures to {path}; commit it to accept them")
 
     def _log(self, tested: dict[str, Any]) -> None:
-        """Report a result to pytest like a test, with one report per phase."""
+        """Report a result to pytest like that of a test, once each for setup, call and teardown."""
         namespace, _, name = tested["name"].partition("::")
         nodeid = f"torchop-check::{namespace}::{name}"
         location = ("torchop-check", None, f"{namespace}.{name}")

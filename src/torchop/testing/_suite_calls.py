@@ -60,7 +60,7 @@ class StoredCall(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """A string with the dtype and the number of dimensions of each tensor, and other values."""
+        """A string with each tensor's dtype and number of dimensions, and all other arguments."""
 
         def described(part: Any) -> Any:
             is_tensor = isinstance(part, TensorRecord)
@@ -192,8 +192,8 @@ def _with_union_of_gradients(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Make an argument require grad in all examples if it requires grad in any call.
 
-    Otherwise, an example from a test of a single gradient would exclude all other gradients from
-    the checks.
+    Otherwise, if an example came from a test of a single gradient, the checks would leave out all
+    other gradients.
     """
 
     def places(call: Any) -> Iterator[tuple[str, Any]]:
@@ -218,8 +218,8 @@ def _with_union_of_gradients(
 def has_rows(example: Any) -> bool:
     """Return whether any tensor has at least two dimensions with more than one element.
 
-    Transposing other tensors does not change their layout, so many layout checks would find
-    nothing.
+    Transposing a tensor without two such dimensions does not change its layout, so many layout
+    checks would find nothing.
     """
     return any(sum(size > 1 for size in t.shape) > 1 for t in probes.tensors_of(example))
 

@@ -50,8 +50,9 @@ def way(
 ) -> Way:
     """Return a `Way` that calls `function` inside `mode`.
 
-    If the operator mutates its arguments, each round uses fresh copies. Otherwise, values that are
-    updated by every call could overflow to infinity, which can slow down arithmetic.
+    If the operator mutates its arguments, each round starts from fresh copies. Updating the same
+    values in every round could make them overflow to infinity, and arithmetic with infinity can be
+    slower.
     """
 
     def make() -> Callable[[], Any]:
@@ -66,12 +67,12 @@ def timed(
 ) -> dict[str, Timing | Exception]:
     """Time several calls in alternation, and return the timing of each call.
 
-    If a call raises, the result contains the exception instead of a timing. Timing one entry of
-    `ways` takes at most `seconds`, unless a single call takes longer.
+    If a call raises, the result contains the exception instead of a timing. Each entry of `ways` is
+    timed for at most `seconds`, unless a single call takes longer.
 
-    By default, the clock stops when the call returns. On an accelerator, this measures only how
-    long it takes to launch the kernels. With `on_device=True`, measure the execution of the kernels
-    on the accelerator of `arguments`, with cold caches.
+    By default, the clock stops when the call returns, so on an accelerator it only measures how
+    long it takes to launch the kernels. With `on_device=True`, time the kernels themselves on the
+    accelerator that holds `arguments`, with cold caches.
     """
     with contextlib.suppress(native.NativeUnavailableError):
         native.wait()  # calls are slower until the C++ extension has been built and loaded
@@ -105,7 +106,7 @@ _Round = Callable[[Way, Callable[[], None], int], float]
 def _rounds(a_round: _Round, way: Way, wait: Callable[[], None], seconds: float) -> Iterator[float]:
     """Run rounds until the time limit, and yield the seconds per call after each round."""
     first = math.inf
-    # Estimate the duration of a call. The very first call may start threads or compile kernels, so
+    # Estimate how long a call takes. The very first call may start threads or compile kernels, so
     # use the fastest of three calls.
     for _ in range(3):
         first = max(1e-7, min(first, a_round(way, wait, 1)))

@@ -138,10 +138,10 @@ def tune(
 class tuning(priority):  # noqa: N801  (called like a function)
     """Measure the kernels of operators for the calls inside a `with` block.
 
-    A call is measured if `"tuned"` is in the operator's priority and its sizes have not been
-    measured before. The measurements take effect after the block. Only calls from the current
-    thread or asyncio task are measured. Calls during graph capture, tracing or a backward pass are
-    skipped, as are calls of operators with an effect.
+    A call is measured if `"tuned"` is in the operator's priority and there is no measurement for
+    arguments of this size yet. The measurements take effect after the block. Only calls from the
+    current thread or asyncio task are measured. Calls during graph capture, tracing or a backward
+    pass are skipped, as are calls of operators with an effect.
 
     In a process group, all ranks must enter and exit the block, because the first rank measures
     the kernels and broadcasts the result at the end of the block.
@@ -201,8 +201,8 @@ class _Tuner:
         if _is_measurable(call) and why_not(Operator(choice.op, "tuning"), choice) is None:
             with self._lock:
                 # The program's call may have requested residuals (kernel outputs that only the
-                # backward pass uses). Make a separate request, so that the measured kernels do not
-                # overwrite the residuals of the program.
+                # backward pass uses). Make a separate request for the measured kernels, so that
+                # they do not overwrite these residuals.
                 requested(self, lambda: self.find(choice, *call, 1, known=True))
 
     def find(
@@ -270,7 +270,7 @@ def measure_kernels(
     seconds: float = 60.0,
     others: Mapping[str, Callable[..., Any]] | None = None,
 ) -> tuple[tuple[Measured, ...], list[str]]:
-    """Time the kernels that agree with the reference, along with the functions in `others`.
+    """Time the kernels that agree with the reference kernel, and the functions in `others`.
 
     Return the measured kernels, fastest first, and the reasons why kernels were left out.
     """

@@ -99,7 +99,7 @@ def negative_view(values: torch.Tensor) -> torch.Tensor:
 def copies(value: Any) -> Any:
     """Copy the arguments into new memory with the same layout.
 
-    Arguments that share memory are copied such that the copies share memory in the same way.
+    If arguments share memory, their copies share memory in the same way.
     """
     memories: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}
@@ -239,7 +239,7 @@ def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
 
 
 def narrower_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return float32 or bfloat16 if the elements of a double tensor look as if rounded to it.
+    """Return float32 or bfloat16 if a double tensor seems to hold values rounded to this dtype.
 
     The dtype must be able to represent every element. If bfloat16 can represent more than half of
     the elements, they may just be simple numbers, such as small integers or multiples of 0.5, which
@@ -347,9 +347,9 @@ def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
 def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
     """Return a call as a function of the tensors that require grad, along with these tensors.
 
-    The function returns the floating-point and complex results, converted to dense tensors because
-    gradcheck does not support others. If the operator is mutable, the function clones the
-    arguments, because an operator must not write to leaves that require grad.
+    The function returns the floating-point and complex results as dense tensors, because gradcheck
+    does not support other layouts. If the operator is mutable, the function clones the arguments
+    first, because an operator must not write to leaves that require grad.
     """
     inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
 
@@ -376,7 +376,8 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
     places = written_places(op)  # outside of the function, because compilers trace the function
 
     def function(*tensors: torch.Tensor) -> list[Any]:
-        # Clone only what the operator may write, so that checks notice other writes.
+        # Clone the tensors only if the operator declares mutations, so that checks notice
+        # undeclared mutations.
         copies = [t.clone() for t in tensors] if places else tensors
         call_args, call_kwargs = with_tensors((args, kwargs), copies)
         results = leaves(op(*call_args, **call_kwargs))

@@ -46,7 +46,7 @@ def _set_default_device(device: torch.device) -> None:
 
 
 def _is_flushing() -> bool:
-    """Return whether this thread flushes denormals to zero, since PyTorch has no getter for it."""
+    """Test whether this thread flushes denormals to zero, because PyTorch has no getter for it."""
     return sys.float_info.min * _HALF == 0.0
 
 

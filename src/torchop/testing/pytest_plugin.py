@@ -35,8 +35,8 @@ from torchop.testing._worker import CheckWorker, crashed, noted
 
 # The arguments of `pytest.mark.torchop` that are passed to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "seed", "rtol", "atol")
-# The checks of an operator cannot be listed if, for example, it has no examples. Such an operator
-# gets a single failing test with this name.
+# If the checks of an operator cannot be listed, for example because it has no examples, the
+# operator gets a single failing test with this name.
 _NO_PLAN = "examples"
 
 
