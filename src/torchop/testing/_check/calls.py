@@ -178,8 +178,8 @@ class Call:
         return probes.as_function(self.op, *self.example.copy())
 
     # Probes must change values through the following three methods, which apply the `valid`
-    # predicate of `register_examples`. The only exception is finite differences, whose steps are
-    # too small to matter.
+    # predicate of `register_examples`. Finite differences are the only exception, because their
+    # steps are too small to matter.
 
     def changed(self, change: Callable[[Tensor], Any]) -> Example:
         return self.valid(self.example.map(change))
@@ -218,8 +218,8 @@ class Call:
             return Record(error=ForkError("a call forks the process"), given=given)
         around = ""
         for name, tensor, (shape, memory) in zip(self.names, given.tensors, before, strict=True):
-            # An operator may resize an out= argument, which may then cover memory that used to
-            # surround it. So compare the surrounding memory only if the shape has not changed.
+            # An operator may resize an out= argument, which may then cover some of the memory that
+            # surrounded it. So compare this memory only if the shape has not changed.
             is_same = tensor.shape == shape
             if is_same and not torch.equal(probes.memory_around(tensor, writable), memory):
                 around = around or name

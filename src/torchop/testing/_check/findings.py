@@ -60,7 +60,7 @@ class Result:
         return self.check.partition("[")[2].rstrip("]")
 
 
-# The checks that compare results. If an operator returns incorrect results even for the unmodified
+# The checks that compare results. If an operator returns incorrect results even for the original
 # examples, all of these checks fail.
 _COMPARE = (
     *("memory.*", "values.*", "sharing.*", "dtypes.numbers", "dtypes.half", "dtypes.double"),

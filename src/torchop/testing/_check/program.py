@@ -102,7 +102,7 @@ def _definition(op: OpOverload) -> list[str]:
 
 
 class _Arguments:
-    """Converts arguments to source code in which tensors that share memory still do so."""
+    """Convert arguments to source code, preserving which tensors share memory."""
 
     def __init__(self, values: Any) -> None:
         self.lines: list[str] = []
@@ -207,7 +207,7 @@ class _Arguments:
     def _random(self, tensor: torch.Tensor) -> str:
         """Return code that creates a random tensor with the same range of values.
 
-        Thanks to the range, the random numbers are valid indices if the tensor holds indices.
+        If the tensor holds indices, the limited range keeps the random numbers valid indices.
         """
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]

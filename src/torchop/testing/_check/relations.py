@@ -50,8 +50,8 @@ def with_valid_integers(before: Example, after: Example) -> Example:
     been resized.
     """
     olds, news = before.tensors, after.tensors
-    # Maps the old total length of segments to the new one. An int argument that equals an old total
-    # probably holds this total, so it is replaced, too.
+    # Maps the old total length of segments to the new total length. If an int argument equals an
+    # old total, it probably holds this total, so it is replaced as well.
     totals: dict[int, int] = {}
     for place, old in enumerate(olds):
         relations = list(_relations(old, before)) if has_integers(old) else []
@@ -122,7 +122,8 @@ class _Indices(_Related):
         size = self.size(tensors)
         if value.numel() and not size:
             raise CannotCheck("indices cannot refer to an empty tensor")
-        # A large dimension may have indices that do not fit into the dtype.
+        # Some indices of a large dimension may not fit into the dtype, so also clamp to its
+        # maximum.
         return value.clamp(0, min(size - 1, torch.iinfo(value.dtype).max)) if size else value
 
 
@@ -181,8 +182,8 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
         yield _Sorted()
     elif are_distinct(tensor) and is_permutation(tensor):
         yield _Permutation()
-    # The sum of indices may happen to equal a size, and the indices then look like lengths. So
-    # even integers that look like lengths may be indices.
+    # The sum of some indices may happen to equal a size, which makes them look like lengths. So
+    # treat integers that look like lengths as possible indices, too.
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield _Indices(place, dim)

@@ -208,7 +208,7 @@ class _Run:
         if time.perf_counter() > self.end:
             raise _OutOfTime
         # Some probes compare later calls with the first call of the operator in this process, so
-        # make these first calls before running any case.
+        # make this first call before running any case.
         if self.subject.needs_first_outcomes:
             self.subject.needs_first_outcomes = False
             later_calls.note_first_outcomes(self.subject)
@@ -373,6 +373,6 @@ def _cause(error: BaseException) -> str:
         return _cause(behind)
     if isinstance(error, (AssertionError, OpCheckError)):
         return ""
-    # Strip the suffix "(in ... of ...)", which names the traced call. Otherwise two failures with
-    # the same cause would have different descriptions and would not be grouped.
+    # Strip the suffix "(in ... of ...)", which names the traced call. With the suffix, two failures
+    # with the same cause would look different and would not be grouped.
     return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))

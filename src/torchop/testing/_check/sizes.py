@@ -32,7 +32,7 @@ def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
     """Resize the dimensions of all tensors of an example.
 
-    `changes` maps old sizes to new sizes. Because every dimension of an old size is resized,
+    `changes` maps old sizes to new sizes. All dimensions of an old size are resized together, so
     dimensions of equal size stay equal, as most operators require.
     """
 
@@ -61,7 +61,7 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
 
 # One more than common block sizes and grid sizes of kernels.
 BLOCKS = (1025, 65537)
-# A size between common tile sizes that is not a multiple of one, and a multiple of most tile sizes.
+# A size that is not a multiple of any common tile size, and a multiple of most tile sizes.
 TILES = (127, 1024)
 # The maximum number of elements in an enlarged example, and separately in its results. This limit
 # keeps the time of a call below one second.

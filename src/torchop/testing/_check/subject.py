@@ -63,8 +63,8 @@ class Subject:
         tolerances = {"rtol": rtol, "atol": atol}
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
-        # The name of the first check that reported a schema violation, or None so far. All other
-        # checks skip calls that violate the schema, so each violation is reported only once.
+        # The name of the first check that reported a schema violation, if any did so far. All other
+        # checks skip calls that violate the schema, so that each violation is reported only once.
         self.broken_in: str | None = None
         # How many calls the `valid` predicate of `register_examples` has rejected so far. Copies
         # made by `with_provider` share this counter, so it covers all kernels of the operator.
@@ -81,8 +81,8 @@ class Subject:
         self.provider: Provider | None = None
         self.unsupported = ""
         self.of_reference = self
-        # Detach the examples and make them contiguous, because each variant picks its own layouts
-        # and decides which tensors require grad.
+        # Detach the examples and make them contiguous, because each variant of an example chooses
+        # memory layouts and sets requires_grad itself.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
         # If needs_first_outcomes is true, `run_check` calls the operator in forked processes
         # before its first call in this process, and stores the calls and outcomes in
@@ -191,7 +191,7 @@ class Subject:
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Reuse the expected outcome of an example, because it is the same for every layout."""
+        """Reuse the expected outcome of an example, which does not depend on its memory layout."""
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):
@@ -328,8 +328,8 @@ class Subject:
 
     @property
     def has_vmap_rule(self) -> bool:
-        # torchop registers a vmap kernel for every operator with an effect. It only raises an
-        # error, unless the author has registered a vmap rule.
+        # torchop registers a vmap kernel for every operator with an effect. Unless the author has
+        # registered a vmap rule, this kernel only raises an error.
         raises = self.operator.effect is not None and not any(
             rule.startswith("vmap") for rule in self.operator.rules
         )
@@ -359,8 +359,8 @@ class Subject:
     def has_fake_sizes(self, example: Example) -> bool:
         """Return whether the fake kernel returns the same sizes as the kernel.
 
-        If the operator has no working fake kernel, there is nothing to compare, so return True. If
-        the fake kernel raises only for this example, return False.
+        If the operator has no working fake kernel, return True, because there is nothing to
+        compare. If the fake kernel raises for this example only, return False.
         """
         if self.fake_problem is not None:
             return True
@@ -429,9 +429,9 @@ class Subject:
     def _as_given(self, number: int, example: Example) -> Example:
         """Detach the tensors of an example whose gradients should not be checked.
 
-        If the author's example contains tensors that require grad, detach all others. Unless the
-        operator is an in-place operator, also detach the tensors that it writes to, such as running
-        statistics.
+        If some tensors in the author's example require grad, detach all others. Also detach the
+        tensors that the operator writes to, such as running statistics, unless it is an in-place
+        operator.
         """
         given = [tensor.requires_grad for tensor in self.originals[number].tensors]
         if not any(given):

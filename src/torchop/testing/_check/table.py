@@ -155,8 +155,8 @@ def _labelled(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
 
 
 def _of_threads(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    # PyTorch starts another thread only for every 32,768 elements, so small calls run in a single
-    # thread and must not depend on the number of threads at all.
+    # PyTorch uses another thread only for every 32,768 elements. Small calls therefore run in a
+    # single thread, and must not depend on the number of threads at all.
     return {"draws": subject.is_random, "is_large": case.group == "size", **subject.tolerances}
 
 

@@ -260,7 +260,8 @@ def promotion(subject: Subject, example: Example) -> Cases:
         yield Case(f"{name} in {dtype}", example.replace(place, tensor.to(dtype)))
         if not probes.is_plain(tensor) or not tensor.dim():
             continue
-        # PyTorch's operators promote tensors without dimensions differently.
+        # PyTorch has different type promotion rules for tensors without dimensions, so try one,
+        # too.
         scalar = tensor.flatten()[:1].sum().to(dtype)
         changed = example.replace(place, scalar)
         if subject.refusal(changed) is None and subject.has_fake_sizes(changed):
@@ -313,8 +314,8 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     ),
     "extremes": (
         "the largest and smallest numbers of the dtype",
-        # Keep the maximum and the minimum in separate lists. The sum of a tensor that contains both
-        # would depend on the order of additions.
+        # Keep the maximum and the minimum in separate lists, because the sum of a tensor that
+        # contains both would depend on the order of additions.
         lambda limits: [[limits.max, limits.tiny], [limits.min, limits.tiny]],
     ),
 }
@@ -346,8 +347,8 @@ def numbers(name: str, subject: Subject, example: Example) -> Cases:
 def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrangement:
     """Return a non-contiguous layout for a call with special values.
 
-    If the call fails in this layout even with the values of the example, return the contiguous
-    layout, because the failure would have nothing to do with special values.
+    If the call fails in this layout even with the original values, return the contiguous layout,
+    because the failure has nothing to do with special values.
     """
     layout = in_layout("sliced" if tensor.dim() else "offset")
     with contextlib.suppress(Exception):
@@ -433,8 +434,8 @@ VARIANTS: dict[str, Variant] = {
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
     "tiles": Variant("tiles", "size", functools.partial(larger, TILES), most=1),
     **_group("size", other_out=other_out),
-    # The same as "blocks", but only with the smallest size, for checks of fake kernels. A fake
-    # kernel in Python may be slow for large sizes.
+    # The same as "blocks", but only with the smallest size. Checks of fake kernels use it, because
+    # a fake kernel in Python may be slow for large sizes.
     "block": Variant("block", "size", functools.partial(larger, BLOCKS[:1]), most=1),
     **_group("dtype", precisions=precisions, integers=integers),
     "dtypes": Variant("dtypes", "dtype", dtypes, most=1),

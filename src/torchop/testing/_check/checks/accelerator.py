@@ -60,8 +60,8 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
             with captured(device_type) as replay:
                 results = run(op, *static)
         except Exception as error:
-            # An error during capture invalidates the graph, so leaving the block raises another
-            # error on top. Report the original error.
+            # An error during capture invalidates the graph, so leaving the block raises a second
+            # error. Report the original error instead.
             cause = error.__context__ if "due to a previous error" in str(error) else None
             raise AssertionError(
                 f"the {what} cannot be captured into a graph: {cause or error!r}. Do not "
@@ -105,8 +105,8 @@ def captured(device_type: str) -> Iterator[Callable[[], None]]:
 def _graph_type(device_type: str) -> Any:
     """Return the graph class of a device module, such as `torch.cuda.CUDAGraph`.
 
-    If the module has no such class, fall back to `torch.accelerator.Graph`. It exists since PyTorch
-    2.13, so return None in older versions.
+    If the module has no such class, fall back to `torch.accelerator.Graph`, which was added in
+    PyTorch 2.13. Return None if neither exists.
     """
     of_module = getattr(torch.get_device_module(device_type), f"{device_type.upper()}Graph", None)
     return of_module or getattr(torch.accelerator, "Graph", None)
@@ -143,8 +143,8 @@ def capture(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fixed_results()
     trainable = trainable_example(subject)
     for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
-        # Make larger calls before the replay, because these may make the kernel reallocate a
-        # workspace that the graph uses.
+        # Make larger calls before the replay. They may cause the kernel to reallocate a workspace
+        # whose old memory the graph still uses.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
         larger = [tuple(other) for _, other in each_resized(example, *changes)]
         options = {"device_type": device, "others": larger}

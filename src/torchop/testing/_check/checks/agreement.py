@@ -29,9 +29,9 @@ def only(op: OpOverload, name: str) -> priority:
 
 
 def in_order(orders: Any) -> priority:
-    """Return a `torchop.priority` context manager without restrictions on providers.
+    """Return a `torchop.priority` block with these orders of providers, and no restrictions.
 
-    In particular, it overrides restrictions set by enclosing blocks, such as `deterministic_only`.
+    The block also lifts the restrictions of enclosing blocks, such as `deterministic_only`.
     """
     return priority(orders, strict=False, batch_invariant_only=False, deterministic_only=False)
 
@@ -88,8 +88,8 @@ def _as_near_as_reference(
             return False
         if one.dtype is not other.dtype or not one.is_floating_point() or one.itemsize > 4:
             return False
-        # The provider and the reference may round intermediate values to the dtype of any argument,
-        # so use the precision of the least precise one.
+        # Either kernel may round intermediate values to the dtype of any argument, so use the
+        # precision of the least precise dtype.
         eps = max(torch.finfo(t.dtype).eps for t in (*arguments, one) if t.is_floating_point())
         one, other = one.double(), other.double()
         finite = double.isfinite() & other.isfinite()
@@ -143,7 +143,7 @@ def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float =
 
 
 def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) -> None:
-    """Check that the result for a row is the same, bit for bit, alone and in batches of any size.
+    """Check that a row gives bitwise the same result alone and in batches of any size.
 
     `batched` contains the indices of the tensors whose first dimension is the batch dimension.
     """
@@ -181,8 +181,8 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
     """Check the `supports` function of a provider.
 
-    It must depend only on its arguments and return False for every call that the kernel rejects.
-    `first` is the value that `supports` returned for this call earlier, if any.
+    `supports` must depend only on its arguments, and return False for every call that the kernel
+    rejects. `first` is the result of an earlier call of `supports` with these arguments, if any.
     """
     operator, kernel = Operator(call.op, "check"), provider_of(call, provider)
 
@@ -240,8 +240,8 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 def _zeros(tensor: Tensor) -> Tensor:
     """Replace a sparse tensor with zeros of the same shape, and return other tensors unchanged.
 
-    torchop strips the data from most tensors before it calls `supports`, but not from sparse
-    tensors. So only for these can the result of `supports` depend on the data, which is a bug.
+    torchop calls `supports` with tensors without data, except for sparse tensors. So only for
+    sparse tensors can the result of `supports` depend on the data, and doing so is a bug.
     """
     return tensor if probes.is_plain(tensor) else torch.zeros_like(tensor)
 

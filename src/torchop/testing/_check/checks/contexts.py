@@ -34,7 +34,7 @@ from torchop.testing.process_state import process_state, seed_torch
 def maps_like_a_loop(
     call: Call, in_dims: Any, out_dim: int = 0, batch: int = 3, **options: Any
 ) -> None:
-    """Check that the results of `vmap` agree with a loop, and that `vmap` writes no argument."""
+    """Check that `vmap` agrees with a loop, and does not write to the arguments."""
     run, originals = probes.on_tensors(call.op, *call.example)
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -132,9 +132,8 @@ def maps_gradients_like_a_loop(call: Call) -> None:
 def runs_in_autocast(call: Call, before: Any = None) -> None:
     """Check that a call under autocast agrees with a call without autocast.
 
-    For the call without autocast, try the original inputs, and try casting all or some of them,
-    because the autocast rule of the operator may do any of these. `before` contains the arguments
-    of a call under autocast to make first.
+    An operator's autocast rule may cast all, some or none of the inputs, so the call may agree with
+    any of these. If `before` is given, first call the operator under autocast with these arguments.
     """
     tensors = call.tensors
     device = tensors[-1].device
@@ -164,8 +163,8 @@ def runs_in_autocast(call: Call, before: Any = None) -> None:
     # intermediate values.
     rounded = probes.rounding(lower, actual)
     ways += [(*each, rounded) for each in choices]
-    # Some of PyTorch's functions cast to the lower dtype under autocast and others to float32, so
-    # accept any result dtype for such kernels.
+    # Under autocast, some PyTorch functions cast to the lower dtype and others to float32, so
+    # accept any result dtype for kernels that call such functions.
     ways.append((lower, (), {**rounded, "dtypes": False}))
     for dtype, places, tolerances in ways:
         try:
@@ -191,7 +190,7 @@ def ignores_autocast(call: Call) -> None:
 
 
 def counts_operations(call: Call, larger: Any) -> None:
-    """Check that the FLOP formula returns a count, and a larger one for `larger`, another call."""
+    """Check that the FLOP formula returns a count, and a larger count for the call `larger`."""
     what = "the FLOP formula"
     try:
         count, of_larger = (
@@ -323,8 +322,8 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
     try:
         torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
     except RuntimeError as error:
-        # Neither operators of torch.library.custom_op nor mutable operators of torchop support
-        # torch.func, so this is a reason to skip the check, not a failure.
+        # Operators of torch.library.custom_op and mutable operators of torchop do not support
+        # torch.func, so skip the check instead of reporting a failure.
         if "functorch transforms" in str(error) or isinstance(error, MissingFormulaError):
             raise CannotCheck(f"the formula does not support torch.func: {reason(error)}") from None
     for example in subject.double_examples[:2]:
@@ -344,7 +343,7 @@ def autocast(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         if any(t.dtype is torch.float32 for t in example.tensors):
             yield Case("torch.autocast", example, probe=runs_in_autocast)
-            # A rule that keeps cast arguments from call to call uses those of the first call.
+            # An autocast rule that wrongly caches cast arguments would use those of the first call.
             others = Example(*probes.other_values(tuple(example)))
             options = {"before": tuple(example)}
             label = "torch.autocast, after other values"

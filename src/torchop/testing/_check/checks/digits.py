@@ -79,8 +79,8 @@ def agree_up_to_rounding(
             nearby.append(moved(share))
     shapes = [[t.shape for t in probes.tensors_of(each)] for each in (actual, expected, *nearby)]
     if any(each != shapes[0] for each in shapes):
-        # Result sizes depend on the values, for example if the operator removes duplicates, so
-        # there are no corresponding elements to compare.
+        # The sizes of results depend on the values, for example because the operator removes
+        # duplicates, so there are no corresponding elements to compare.
         raise CannotCheck("the sizes of results depend on rounding")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:
@@ -142,8 +142,8 @@ def keeps_float_arguments(call: Call, name: str) -> None:
     """Check that the kernel reads a float argument as a double, not as float32.
 
     If a relative change of the argument by 2**-20 affects every element of a result, a change by
-    2**-32 must affect the result, too. It has no effect if the kernel reads the argument as
-    float32, because that rounds the change away.
+    2**-32 must affect the result, too. If the kernel reads the argument as float32, it rounds the
+    smaller change away.
     """
     value = call.kwargs[name]
 
@@ -175,7 +175,7 @@ def computes_in_int64(call: Call, place: int) -> None:
     """
     tensor = call.tensors[place]
     steps = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-    # Use odd numbers below 2**31, because then even the lower bits alone give large results.
+    # Use large odd numbers below 2**31, so that even the lower bits alone give large results.
     lower = 2**30 + 2**27 * (steps % 7) + 2 * steps + 1
     upper = torch.tensor(_UPPER, device=tensor.device)[steps % len(_UPPER)]
     low, high = (call.valid(call.example.replace(place, each)) for each in (lower, lower + upper))
@@ -234,7 +234,8 @@ def indices(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         integers = [t for t in example.tensors if t.dtype in (torch.int32, torch.int64)]
         is_float = any(t.dtype.is_floating_point for t in example.tensors)
-        # Arithmetic on integers may overflow in int32, so check only probable indices.
+        # Integers that are not indices may overflow in int32 arithmetic, so check only probable
+        # indices.
         if is_float and integers and all(may_be_places(each, example) for each in integers):
             other = torch.int32 if integers[0].dtype is torch.int64 else torch.int64
             label, options = f"indices in {other}", {"dtype": other}
@@ -257,9 +258,9 @@ def float_arguments(subject: Subject, details: Details) -> Iterator[Case]:
 def uses_its_default(call: Call, name: str) -> None:
     """Check that the default of an argument is the same in the kernel and in the schema.
 
-    If a caller passes the schema's default, the dispatcher drops the argument and the kernel uses
-    its own default. So instead of passing the schema's default, compare a call without the argument
-    to a call that passes a number very close to it.
+    If a caller passes the default from the schema, the dispatcher drops the argument, so the kernel
+    uses its own default. To compare the two, call the operator without the argument, and with a
+    number very close to the default in the schema.
     """
     near = call.example.kwargs[name]
     kwargs = {k: v for k, v in call.kwargs.items() if k != name}

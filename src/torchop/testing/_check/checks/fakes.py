@@ -55,7 +55,7 @@ def describes_results(call: Call, symbols: bool = False) -> None:
 
 
 def _structure(result: Any) -> str:
-    """Describe a result by its lists, and by its items that are None."""
+    """Describe how a result is nested, and which of its items are None."""
     if isinstance(result, (list, tuple)):
         items = ", ".join(map(_structure, result))
         return f"[{items}]" if isinstance(result, list) else f"({items})"
@@ -67,7 +67,7 @@ def _share_nothing(
 ) -> None:
     """Check that the fake kernel returns new tensors, and does not change its arguments.
 
-    Compilers would treat results that share memory as views of each other or of arguments.
+    If results share memory with each other or with arguments, compilers treat them as views.
     """
     if before != [(t.shape, t.stride()) for t in given if probes.has_strides(t)]:
         raise AssertionError(f"{whose} changes the shape or the strides of an argument.")
@@ -88,9 +88,9 @@ def _share_nothing(
 
 
 class WrongMetadata(Exception):  # noqa: N818  (not raised: the cause of an AssertionError)
-    """The `__cause__` of an AssertionError about metadata, so that reports can group failures.
+    """The `__cause__` of an AssertionError about wrong metadata.
 
-    Failures with equal causes form one group.
+    Reports put failures with equal causes into one group.
     """
 
 
@@ -302,10 +302,10 @@ def exports_the_same(call: Call, dynamic: Any = ()) -> None:
 
 
 def registers_autograd(call: Call) -> None:
-    """Check that results do not require grad if no kernel is registered at an autograd key.
+    """Check that results do not require grad if the operator has no autograd kernel.
 
-    Otherwise, autograd has recorded the PyTorch functions that the kernel calls, and compilers and
-    transforms do not see these.
+    If they do require grad, autograd has recorded the PyTorch functions that the kernel calls,
+    which compilers and transforms cannot see.
     """
     args, kwargs = call.example.copy()
     try:

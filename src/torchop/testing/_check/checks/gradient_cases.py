@@ -42,15 +42,15 @@ from torchop.testing.process_state import seed_torch
 def gradients_are_right_if_broadcast(call: Call, is_double: bool = True) -> None:
     """Check gradients against finite differences, unless backward rejects broadcast arguments.
 
-    A rejection is not a failure, because many kernels accept more shapes than the author of the
-    operator intended. If the arguments are not in double, check the slope in one direction only.
+    A rejection is not a failure, because many kernels accept more shapes than their author
+    intended. If the arguments are not in double, check the gradient in a single direction only.
     """
     function, inputs = call.function()
     try:
         probes.gradients(function, inputs)
     except RuntimeError as error:
-        # Autograd and torchop raise these two errors if the formula returns a gradient of the wrong
-        # shape, which is a failure. With any other exception, the formula rejects the call.
+        # These two errors, of autograd and of torchop, report a gradient of the wrong shape, which
+        # is a failure. Any other exception means that the formula rejects the call.
         is_of_autograd = "returned an invalid gradient" in str(error)
         if not is_of_autograd and not isinstance(error, GradientError):
             raise CannotCheck(f"backward refuses it: {reason(error)}") from None
@@ -200,13 +200,13 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _of_other_sizes(subject: Subject, example: Example) -> Iterator[Case]:
-    # Scatter indices must be distinct, and so cannot refer to a dimension of size 1.
+    # Scatter indices must be distinct, so several of them cannot index a dimension of size 1.
     smaller = (0,) if any(map(probes.has_integers, example.tensors)) else (0, 1)
     changes = [{size: new} for size in sizes(example) for new in smaller if size > new]
     for change, other in each_resized(example, *changes):
         changed = requiring_grad_as(other, example)
         yield gradient_case(sizes_changed(change), changed, probe=gradients_are_finite_and_right)
-    # Kernels in C++ may read out of bounds if tensors do not fit together.
+    # Kernels in C++ may read out of bounds if the sizes of their arguments do not match.
     if subject.operator.function is None and len(example.tensors) > 1:
         return
     results = probes.tensors_of(Call(subject.op, *example.map(Tensor.detach)).again())

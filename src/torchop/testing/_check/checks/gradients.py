@@ -95,7 +95,7 @@ def slopes_are_right(call: Call, step: float = 1e-2, tolerance: float = 2e-2) ->
 
 
 def saved_tensors_are_watched(call: Call) -> None:
-    """Check that writes to tensors after the forward pass make backward raise, or do not matter."""
+    """Check that writes after the forward pass make backward raise, or do not affect gradients."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for what in ("arguments", "results"):
@@ -150,7 +150,8 @@ def _shares_memory(value: Any, tensor: Tensor) -> bool:
 def incoming_gradients_are_kept(call: Call) -> None:
     """Check that the formula modifies neither incoming gradients nor arguments in place.
 
-    Autograd may pass the same gradient tensor to other nodes, which would read the modified values.
+    Autograd may pass the same gradient tensor to several nodes, so the other nodes would read the
+    modified values.
     """
     function, inputs = call.function()
     before = probes.copies(inputs)
@@ -316,7 +317,7 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def with_formula(subject: Subject, label: str, probe: Any, order: int = 1) -> Iterator[Case]:
-    """Yield a case for up to two trainable examples, if derivatives of this order exist."""
+    """Yield cases for up to two examples that require grad, if the formula supports this order."""
     needs_formula(subject, order)
     for example in subject.trainable_examples[:2]:
         yield gradient_case(label, example, probe=probe)

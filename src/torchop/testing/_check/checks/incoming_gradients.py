@@ -69,8 +69,9 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
     compare("the incoming gradient", every, every, True)
 
 
-# For each layout of incoming gradients: a phrase for error messages, which names an operation whose
-# backward pass produces gradients in this layout, and a function that copies a gradient into it.
+# Maps each layout of incoming gradients to a phrase for error messages, which names an operation
+# whose backward pass produces gradients in this layout, and to a function that copies a gradient
+# into the layout.
 GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
     "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
@@ -97,7 +98,7 @@ def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
 def gradients_are_read_by_strides(call: Call, layout: str) -> None:
     """Check that the backward pass gives the same gradients if incoming gradients have `layout`.
 
-    Only one incoming gradient has this layout at a time, and all results are tried in turn.
+    Try the results in turn, so that only one incoming gradient has this layout at a time.
     """
     function, inputs = call.function()
     when, laid_out = GRADIENT_LAYOUTS[layout]
@@ -130,8 +131,8 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
             text = f"{what}: backward raised {raised}. {_READ_BY_STRIDES}"
             raise AssertionError(text) from error
         problem = _difference(actual, expected, what)
-        # If two backward passes differ even for the same incoming gradients, backward draws random
-        # numbers, so a difference says nothing about the layout.
+        # If two backward passes differ even for the same incoming gradients, they draw random
+        # numbers, so a difference proves nothing about the layout.
         if problem and not _difference(backward(place, in_fresh_memory), expected, what):
             raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")
 
@@ -185,7 +186,7 @@ def gradients_of_each_are_the_same(call: Call) -> None:
 def gradients_are_made_anew(call: Call) -> None:
     """Check that each backward pass returns new gradients.
 
-    It must neither overwrite the gradients of an earlier backward pass nor add to them.
+    A backward pass must neither overwrite the gradients of an earlier one nor add to them.
     """
     function, inputs = call.function()
 
@@ -216,7 +217,7 @@ def gradients_are_made_anew(call: Call) -> None:
 
 
 def gradients_follow_values(call: Call) -> None:
-    """Check gradients against finite differences after a backward with other values.
+    """Check gradients against finite differences after a backward pass with other values.
 
     Agreement at one of three points is enough, because the function may have kinks at the others.
     """

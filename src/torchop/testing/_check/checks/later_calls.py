@@ -90,7 +90,7 @@ def note_first_outcomes(subject: Subject) -> None:
     on_demand.import_dynamo()
     with contextlib.suppress(CannotCheck, WorkerError):
         others = _others(subject, [], example)["others"]
-        # Always include the last call, which passes tensors of the same sizes with other values.
+        # The last call passes other values in tensors of the same sizes, so always include it.
         for arguments in [*others[: _MOST_FORKS - 1], *others[_MOST_FORKS - 1 :][-1:]]:
             other = Example(*arguments)
             if subject.declined(other) is None:
@@ -147,7 +147,7 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def changes_what_it_declares(call: Call, others: Any) -> None:
-    """Check that the call, or another one, changes each argument that is declared as mutated."""
+    """Check that each argument declared as mutated is changed by at least one of several calls."""
     unchanged = {name for name, _, _ in _written(call.schema, call.example)}
     for example in (call.example, *(Example(*other) for other in others)):
         after = example.copy()

@@ -44,7 +44,7 @@ def leaks_nothing(
                 call.op(*example.args, **example.kwargs)
 
     # Memory also grows while calls fill a cache or a memory pool. So report a leak only if the same
-    # counter grows in every run, although later runs make more calls.
+    # counter grows in every run, even though later runs make more calls.
     leaking: set[str] = set()
     for run, each in enumerate((calls // 4, calls // 4, calls // 2, 2 * calls)):
         started = time.perf_counter()
@@ -133,7 +133,7 @@ def leaks(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _others(subject: Subject, example: Example) -> list[Example]:
-    """Return accepted calls in other layouts and dtypes, whose copies a kernel may forget."""
+    """Return accepted calls in other layouts and dtypes, whose copies a kernel may fail to free."""
     arrangements: tuple[Any, ...] = (
         in_layout("sliced"),
         functools.partial(in_dtype, torch.double),

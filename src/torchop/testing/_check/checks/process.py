@@ -202,8 +202,8 @@ def leaves_process_alone(
     torch.set_num_threads(7)
     process, forked = os.getpid(), forks()
     with torch.enable_grad(), warnings.catch_warnings():
-        # This filter suppresses warnings during the call. It also reveals a kernel that replaces
-        # the warning filters, because then it is missing afterwards.
+        # The filter suppresses warnings during the call. It also reveals a kernel that replaces the
+        # list of warning filters, because the filter is then missing after the call.
         warnings.filterwarnings("ignore", ".*")
         example, before = call.example.copy(), process_state()
         with contextlib.suppress(Exception) if raises else contextlib.nullcontext():
@@ -250,8 +250,8 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         yield Case("repeated calls", example, probe=is_repeatable)
         options = {"first": subject.first_calls[subject.place(example)].record.outcome}
-        # The first call succeeded, so an equal call must not raise. `calls=False` turns an
-        # exception into a failure, which otherwise would count as rejecting the arguments.
+        # The first call succeeded, so an equal call must not raise. By default, an exception counts
+        # as a rejection of the arguments. With `calls=False`, it counts as a failure.
         yield Case(
             "the first call",
             example,
@@ -299,7 +299,7 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _refused(subject: Subject) -> Iterator[Case]:
-    """Yield a few calls that the operator rejects, each with another message."""
+    """Yield a few calls that the operator rejects, each with a different error message."""
     found: set[str] = set()
     for name in ("empty", "zero_dim", "dtypes", "longer"):
         with contextlib.suppress(CannotCheck):  # the variant does not apply
@@ -332,13 +332,13 @@ def _run_once(call: Call, arguments: Any, expected: Any, what: str, tolerances: 
     args, kwargs = probes.copies(arguments)
     result = probes.leaves(call.op(*args, **kwargs))
     right = expected[: len(result)]  # drop the written arguments, which follow the results
-    # Allow for rounding, because a concurrent call may change the number of OpenMP threads, and so
-    # the order of additions.
+    # Allow for rounding, because a concurrent call may change the number of OpenMP threads and
+    # thereby the order of additions.
     probes.assert_same(result, right, what, **tolerances)
 
 
 def _is_steady(call: Call, pairs: Sequence[tuple[Any, Any]], tolerances: Any) -> bool:
-    """Return whether the calls give their expected results when they alternate in this thread."""
+    """Return whether alternating calls in a single thread give their expected results."""
     try:
         for number in range(20):
             # In half of the calls, `torch.empty` returns NaN.
@@ -351,14 +351,14 @@ def _is_steady(call: Call, pairs: Sequence[tuple[Any, Any]], tolerances: Any) ->
 
 
 def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None:
-    """Check that both threads get correct results if they call the operator at the same time."""
+    """Check that two threads that call the operator at the same time get correct results."""
     own = (tuple(call.example), call.again())
     pairs = [own, own]
     with contextlib.suppress(Exception):  # the operator refuses the other values
         others = tuple(call.other_values())
         pairs = [own, (others, call.again(others))]
-    # With the other values, the kernel may read out of bounds and return arbitrary results. If so,
-    # pass the same values in both threads.
+    # With the other values, the kernel may read out of bounds and return arbitrary results. In this
+    # case, pass the same values in both threads.
     if not _is_steady(call, pairs, tolerances):
         pairs = [own, own]
         if not _is_steady(call, pairs, tolerances):

@@ -52,7 +52,7 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
 def order_of(subject: Subject) -> str | None:
     """Return the name of the provider under test, or None if the operator has no providers.
 
-    While the reference kernel is under test, return the name that stands for it in priorities.
+    If the reference kernel is under test, return the name by which priorities refer to it.
     """
     if subject.provider is not None:
         return subject.provider.name
@@ -66,7 +66,7 @@ def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
 
 
 # Leave out "extremes", because a sum of extreme numbers may overflow in one kernel but not in
-# another, depending on the order of additions.
+# another that adds them in a different order.
 _COMPARED = [
     variant
     for name, variant in VARIANTS.items()
@@ -153,8 +153,8 @@ def batch_invariant(subject: Subject, details: Details) -> Iterator[Case]:
         tensors = enumerate(example.tensors)
         lengths = {n: len(t) for n, t in tensors if probes.is_plain(t) and t.dim()}
         rows = next(iter(lengths.values()), 0)
-        # Assume that the first dimension is the batch dimension in every tensor that has as many
-        # rows as the first tensor.
+        # Assume that the first dimension is the batch dimension in every tensor whose first
+        # dimension has the same size as that of the first tensor.
         batched = [n for n, length in lengths.items() if length == rows]
         if rows:
             options = {"provider": provider, "batched": batched}

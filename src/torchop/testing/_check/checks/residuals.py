@@ -24,7 +24,7 @@ from torchop.testing._saved import saved_bytes
 
 
 def same_in_training(call: Call) -> None:
-    """Check that computing residuals does not change the result of a call, bit for bit."""
+    """Check that a call returns bitwise the same results whether or not it computes residuals."""
     with torch.no_grad():
         expected = call.again()
     actual = call.again()

@@ -50,8 +50,8 @@ def same_as_contiguous(
 def has_declared_layouts(call: Call) -> None:
     """Check that the result does not depend on the strides of an argument with a declared layout.
 
-    The Autograd kernel copies such an argument into its declared layout. The dispatcher skips this
-    kernel in inference mode, so the check repeats the call there.
+    torchop's Autograd kernel copies such an argument into its declared layout. In inference mode
+    the dispatcher skips this kernel, so repeat the check there.
     """
     expected = call.contiguous
     for what, mode in (("", contextlib.nullcontext), (" in inference mode", torch.inference_mode)):
@@ -155,7 +155,7 @@ def keeps_its_schema(call: Call) -> None:
 def _is_plain_data(call: Call, outputs: list[tuple[str, Tensor]]) -> None:
     """Check that the kernel does not return inference tensors or tensors that require grad.
 
-    A compiled program returns ordinary tensors instead, so it would differ from eager mode.
+    Compiled programs return ordinary tensors instead, so they would differ from eager mode.
     """
     if any(t.requires_grad or t.is_inference() for t in call.tensors):
         return
@@ -280,8 +280,9 @@ def ignores_num_threads(
     try:
         probes.assert_same(outcome(), expected, "an equal call", **tolerances)
     except AssertionError as error:
-        # This is not a failure. Enlarged arguments may be inconsistent with each other, and then
-        # the kernel may read out of bounds and return arbitrary values.
+        # Skip the check, because this is not a bug of the operator. Enlarged arguments may be
+        # inconsistent with each other, so the kernel may read out of bounds and return arbitrary
+        # values.
         raise CannotCheck(f"equal calls give different results: {error}") from None
     for number in (1, 2, 3, 5):
         with restored():
