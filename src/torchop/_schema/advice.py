@@ -27,7 +27,7 @@ STRUCTURED_RETURNABLE = (
 
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
-    """Return the end of an error message, which suggests a fix for an unsupported annotation."""
+    """Return how an error message about an unsupported annotation ends: with the suggested fix."""
     inner, _ = types.strip_optional(annotation)
     kind = typing.get_origin(inner) or inner
     if kind is collections.abc.Callable:
@@ -111,14 +111,15 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # Schemas support neither lists of strings nor nested lists, so suggest the type of the item
-    # itself.
+    # The schema language has no lists of strings and no nested lists, so for these, suggest the
+    # item type on its own.
     listed = python_types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 
 
-# The supported type to suggest for a class and its subclasses; the first match wins. Tensor and
-# bytes must be listed here, because they are iterable and `_nearest` would suggest a list for them.
+# Maps a class to the type we suggest in its place, also for its subclasses; the first match wins.
+# Tensor and bytes need an entry because both are iterable, so `_nearest` would otherwise suggest a
+# list.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

@@ -33,7 +33,7 @@ def check_callable(what: str, function: object) -> None:
 
 
 def check_no_generator(what: str, function: Callable[..., Any], schema: Schema | None) -> None:
-    """Raise RuleSignatureError for a generator function, unless the schema returns a `Tensor[]`."""
+    """Raise RuleSignatureError for a generator, unless the operator returns a `Tensor[]`."""
     if not inspect.isgeneratorfunction(function):
         return
     if schema is None or schema.returns != ("List[Tensor]",):
@@ -47,7 +47,7 @@ def check_no_generator(what: str, function: Callable[..., Any], schema: Schema |
 def accepts(
     function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> bool:
-    """Return whether a function accepts these arguments, or True if it has no signature."""
+    """Return whether a function can be called like this, or True if it has no signature."""
     positional, keywords = tuple(positional), tuple(keywords)
     names = _plain_parameters(function)
     if names is not None and len(names) == len(positional) + len(keywords):
@@ -64,13 +64,13 @@ def accepts(
 
 
 def _plain_parameters(function: object) -> tuple[str, ...] | None:
-    """Return a function's parameters, or None if some are not passed by position or by name.
+    """Return a function's parameter names, or None if some are positional-only or keyword-only.
 
-    This is a fast path for `inspect.signature`, which would take a sixth of the time of a
-    registration.
+    The result is also None if the function takes `*args` or `**kwargs`. This is a fast path:
+    calling `inspect.signature` instead would take up a sixth of the time of a registration.
     """
-    # A function with attributes may have `__wrapped__` or `__signature__`, which change its
-    # signature.
+    # Skip functions with attributes: one of them may be `__wrapped__` or `__signature__`, and
+    # either changes the signature.
     if not isinstance(function, types.FunctionType) or vars(function):
         return None
     code = function.__code__
@@ -106,8 +106,8 @@ def check_setup_context(
     check_signature(f"{name}: setup_context", setup_context, names, more)
 
 
-# A `setup_context` with this parameter receives the residuals, which are extra kernel outputs that
-# only the backward pass uses.
+# If `setup_context` declares a parameter of this name, it also receives the residuals, i.e. extra
+# kernel outputs that only the backward pass uses.
 RESIDUALS = "residuals"
 
 
@@ -116,8 +116,9 @@ def takes_residuals(setup_context: Any) -> bool:
     if names is not None:
         return RESIDUALS in names
     try:
-        # Look at the author's own function, because for an operator with structured arguments, it
-        # is wrapped in a function that always accepts **residuals.
+        # Unwrap to the author's own function. For an operator with structured arguments,
+        # `setup_context` is wrapped in a function that accepts **residuals whether or not the
+        # author does.
         parameter = inspect.signature(inspect.unwrap(setup_context)).parameters.get(RESIDUALS)
         return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
     except (TypeError, ValueError):  # not a function, or a builtin
@@ -127,12 +128,12 @@ def takes_residuals(setup_context: Any) -> bool:
 def setup_caller(
     setup_context: Callable[..., Any] | None, has_keywords: bool
 ) -> Callable[..., Any] | None:
-    """Return a function that calls `setup_context` and has the same parameters for all operators.
+    """Wrap `setup_context` in a function that can be called the same way for every operator.
 
-    The returned function takes `(ctx, inputs, keyword_only_inputs, output)`, and also `residuals`
-    if `setup_context` has this parameter. It drops the keyword-only inputs unless `has_keywords` is
-    true. If the parameters of `setup_context` have these names, it passes the arguments by keyword,
-    so authors may declare them in any order.
+    The wrapper takes `(ctx, inputs, keyword_only_inputs, output)`, plus `residuals` if
+    `setup_context` has that parameter. It drops the keyword-only inputs unless `has_keywords` is
+    true. If `setup_context` uses these parameter names, the wrapper passes arguments by keyword, so
+    authors may declare the parameters in any order.
     """
     if setup_context is None:
         return None
@@ -162,7 +163,7 @@ def _setup_parameters(has_keywords: bool) -> tuple[str, ...]:
 
 
 def keyword_only(function: Decorated) -> Decorated:
-    """Decorator: raise a helpful TypeError if keyword-only arguments are passed by position."""
+    """Decorate a function to raise a helpful TypeError if keyword-only arguments are positional."""
     kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
     keywords = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     most = len(kinds) - len(keywords)
@@ -196,12 +197,11 @@ class Decorator(Protocol):
     def __call__(self, function: Decorated, /) -> Decorated: ...
 
 
-# The type of a registered function, which every `register_...` function returns. When called
-# without a function, as in `register_fake(op)`, they return a decorator, so the type variable
-# defaults to `Decorator`. Without this default, each `register_...` function would need two
-# overloads.
+# The type of the registered function, which every `register_...` function returns unchanged. Called
+# without a function, as in `register_fake(op)`, they return a decorator instead, so the type
+# variable defaults to `Decorator`. Without that default, each of them would need two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
-# Like `Function`, but for rules that may also be something else than a function, such as a string.
+# Like `Function`, but for rules that aren't always functions: a vmap rule may also be a string.
 Registered = TypeVar("Registered", default=Decorator)
 
 

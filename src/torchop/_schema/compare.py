@@ -29,9 +29,9 @@ def check_function(schema: Schema, function: Callable[..., Any]) -> None:
     """Check a hand-written schema against the function's signature.
 
     Raise SchemaError if the function lacks a parameter, has an extra parameter without a default,
-    or has a parameter type that the dispatcher would not convert. Only warn if names, defaults,
-    number types or optional types differ, because calls follow the schema anyway. Parameters
-    without an annotation are not compared.
+    or annotates a parameter with a type that does not fit the schema. If only names, defaults,
+    number types or optional types differ, warn instead, because calls follow the schema in any
+    case. Parameters without an annotation are not compared.
     """
     try:
         signature = signatures.signature(function)
@@ -83,7 +83,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
         return
     schema_type = kinds.parameter_type(parameter)
     if schema_type is None:
-        return  # the type cannot be inferred, which may be why the author wrote a schema by hand
+        return  # we can't infer this type, which may be why the author wrote the schema by hand
     kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
     if kind == argument.kind:
         return
@@ -97,7 +97,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
 
 
 def _loosely(kind: str) -> list[str]:
-    """Split a type into words, for a comparison that ignores `Optional` and number types."""
+    """Split a type into words, so that `Optional` and the kind of number can be ignored."""
     words = re.findall(r"\w+", kind)
     return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 

@@ -15,10 +15,10 @@ Formula: TypeAlias = tuple[Function, Function | None]
 class Convention:
     """The default convention: registered functions take and return the values of the schema.
 
-    Each method converts a function that a user registers, such as a kernel, to a function that
-    takes and returns the values of the schema. The methods of this base class return the function
-    unchanged. `StructuredConvention` overrides them for operators with structured arguments or
-    results, such as dataclasses.
+    Each method wraps a function that a user registers, such as a kernel, so that it takes and
+    returns plain schema values. In this base class, the methods return the function unchanged.
+    `StructuredConvention` overrides them for operators with structured arguments or results, such
+    as dataclasses.
     """
 
     __slots__ = ()
@@ -39,7 +39,8 @@ class Convention:
         return function
 
     def of_tensors(self, values: Mapping[str, Any], /) -> dict[str, Any]:
-        """Convert a dict from parameters to values to a dict from the schema's tensor arguments."""
+        """Convert a dict by parameter name to a dict by the names of the schema's tensor
+        arguments."""
         return dict(values)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
@@ -51,14 +52,14 @@ class Convention:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert a call's arguments, including defaults, to arguments for registered functions."""
+        """Convert a call's arguments, with defaults filled in, for the functions of the author."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """Arrange values in the structure of a kernel's result.
+        """Pack one value per result into the same structure that the kernel returns.
 
-        `result` contains one value, such as a shape, for each result in the schema. For example, if
-        kernels return a NamedTuple of tensors, this returns a NamedTuple of shapes.
+        `result` holds one value, such as a shape, for each result in the schema. For example, if
+        kernels return a NamedTuple of tensors, this packs their shapes into the same NamedTuple.
         """
         return result
 

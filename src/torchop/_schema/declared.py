@@ -17,8 +17,8 @@ from torchop._schema.schema import MAX_ARGUMENTS, Schema
 from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# All operators get this tag, which promises torch.compile a correct schema and fake kernel. This is
-# safe, because torchop checks both.
+# Every operator gets this tag. It promises torch.compile that the schema and the fake kernel are
+# correct, and torchop checks both.
 _CONTRACT = (Tag.pt2_compliant_tag,)
 
 
@@ -29,10 +29,10 @@ def declared_schema(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> tuple[Schema, Callable[..., Any], Convention]:
-    """Return the schema, the kernel and the calling convention for an author's function.
+    """Return the schema, the kernel and the calling convention for the function of an operator.
 
-    `schema` is a hand-written schema without the operator's name, or None to infer the schema. The
-    returned kernel takes the arguments of the schema.
+    `schema` is the author's hand-written schema, without the operator's name, or None to infer it
+    from the annotations. The returned kernel takes arguments as the schema declares them.
     """
     tree = FunctionTree(function, mutates_args, tags) if schema is None else None
     text = _without_name(schema) if tree is None else tree.schema_text
@@ -62,7 +62,7 @@ def _without_name(schema: object) -> str:
 
 
 def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
-    """Parse a schema without a name. Catch mistakes that PyTorch reports late or unclearly."""
+    """Parse a schema, and catch mistakes that PyTorch reports late or with an unclear message."""
     try:
         parsed = schemas.parse(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:

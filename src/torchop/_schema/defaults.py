@@ -14,12 +14,12 @@ from torchop._schema.callables import accepts, check_callable, check_signature
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.signatures import spell_function
 
-# Use octal escapes for carriage return and NUL, because the schema parser supports no others.
+# PyTorch's schema parser has no escapes for carriage return and NUL, so write these in octal.
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "\0": "\\000"}
 
 
 def render(value: Any, schema_type: str) -> str:
-    """Return a default value in schema syntax. `schema_type` is a type such as `float[]?`."""
+    """Write a default value in schema syntax, given its schema type, such as `float[]?`."""
     if value is None:
         return "None"
     base = schema_type.removesuffix("?")
@@ -61,7 +61,7 @@ def _float(value: float) -> str:
             "a schema cannot hold inf or nan; use the default None, and replace it in the function"
         )
     if 0 < abs(value) < sys.float_info.min:
-        # For a subnormal number, PyTorch's parser would raise an error that just says "stod".
+        # PyTorch's parser would reject a subnormal number with an error that just says "stod".
         raise SchemaError(f"a schema cannot write a float smaller than {sys.float_info.min}")
     return repr(value)
 
@@ -86,8 +86,8 @@ def _device(value: Any) -> str:
 
 
 _NUMBERS = (int, float)
-# Maps each schema type to the valid classes of a default, their name in messages, and a function
-# that formats the default.
+# For each schema type: the classes that a default may have, how error messages name them, and a
+# function that writes the default.
 _RENDERERS: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any], str]]] = {
     "SymInt": (int, "an int", _integer),
     "float": (_NUMBERS, "a float", _float),
@@ -101,13 +101,15 @@ _LISTED = ("SymInt", "float", "bool")
 
 
 def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Callable[..., Any]:
-    """Wrap a Python kernel so that it always receives the schema's defaults.
+    """Wrap a Python kernel so that it always uses the defaults from the schema.
 
-    Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default,
-    so the kernel would fall back to the default in its own signature. The two defaults may differ,
-    for example if somebody changed `__defaults__`, or if an earlier call modified a default list.
+    The dispatcher drops arguments that equal the schema's default before it calls a Python kernel,
+    so the kernel would use the default in its own signature instead. That default can differ, for
+    example if somebody changed `__defaults__`, or if an earlier call modified a default list in
+    place.
 
-    The first `leading` parameters of `function` are not arguments of the operator.
+    The first `leading` parameters of `function` are passed through, because they are not arguments
+    of the operator.
     """
     if not schema.has_defaults:
         return function
@@ -123,12 +125,12 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
 def fitted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """Return `function`, wrapped if necessary so that it accepts all arguments of the operator.
+    """Return `function`, wrapped if necessary so that it accepts every argument of the operator.
 
-    The author's function may omit trailing parameters that have a default in the schema, because
-    the dispatcher does not pass arguments that equal their default. If a call passes any other
-    value for such a parameter, the wrapper raises an error. `leading` names the parameters before
-    the operator's arguments.
+    Authors may leave out trailing parameters that have a default in the schema, because the
+    dispatcher does not pass arguments that equal their default. If a call does pass another value
+    for such a parameter, the wrapper raises an error. `leading` names the parameters that come
+    before the operator's arguments.
     """
     check_callable(what, function)
     positional, keywords = schema.parameters
@@ -144,7 +146,7 @@ def fitted(
             if name not in values or name in keyword_names:
                 continue
             value = values[name]
-            # A symbolic value never counts as the default, just as in the dispatcher.
+            # As in the dispatcher, a symbolic value never counts as equal to the default.
             if isinstance(value, _SYMBOLIC) or not same_default(value, argument):
                 raise RuleSignatureError(
                     f"{what} does not take the parameter {name!r}, but this call passes a value "

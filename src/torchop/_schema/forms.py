@@ -1,9 +1,9 @@
-"""In-place and out=, PyTorch's two forms of operators that mutate arguments.
+"""In-place and out=: PyTorch's two conventions for operators that mutate their arguments.
 
-An in-place operator mutates and returns its first argument. An out= operator mutates and returns
-keyword-only tensors without ever reading their previous values. PyTorch 2.13 added the tags
-`torch.Tag.inplace` and `torch.Tag.out` for these forms. In older releases, the form can only be
-recognized by the schema.
+An in-place operator mutates and returns its first argument. An out= operator writes its results
+into keyword-only tensors, whose previous values it never reads, and returns these tensors. PyTorch
+2.13 added the tags `torch.Tag.inplace` and `torch.Tag.out` for the two. In older releases, only the
+schema shows whether an operator follows one of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FORMS: dict[Tag, Form] = {
 
 
 def form_tags(form: Form) -> tuple[Tag, ...]:
-    """Return the tags of a form: one tag, or none before PyTorch 2.13."""
+    """Return the tags for a form as a tuple, which is empty before PyTorch 2.13."""
     return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
 
 
@@ -71,8 +71,8 @@ def returned_alias(
 ) -> str:
     """Return the results of an in-place or out= operator, in schema syntax.
 
-    Each result aliases a mutated argument. This does not check that the form allows these arguments
-    to be mutated, because `check_form` is called later.
+    Each result aliases a mutated argument. Whether the form allows these arguments to be mutated is
+    not checked here, because `check_form` does so later.
     """
     written = [
         index

@@ -26,9 +26,9 @@ def infer_schema(
     Args:
         prototype_function: a function with annotated parameters and result. Annotations may be
             strings.
-        mutates_args: the names of the tensor arguments that the function mutates. `"unknown"`
-            means that it may mutate all of them.
-        op_name: the name of the operator, which is put in front of the schema.
+        mutates_args: the names of the tensor arguments that the function mutates. `"unknown"` means
+            that it may mutate any of them.
+        op_name: the name of the operator, which is prepended to the schema.
         tags: the tags of the operator. With `torch.Tag.inplace` or `torch.Tag.out`, the results
             alias the mutated arguments.
 
@@ -37,7 +37,7 @@ def infer_schema(
 
     Raises:
         SchemaError: an annotation is missing or unsupported. The message names the parameter and
-            the nearest supported type. This error is a `ValueError`.
+            the closest supported type. SchemaError is a subclass of `ValueError`.
 
     Example:
         >>> import torch, torchop

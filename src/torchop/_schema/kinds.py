@@ -1,8 +1,8 @@
 """The schema type of each supported annotation, and the conversion of values to that type.
 
-A call *encodes* a Python value as a value of the schema type, and *decodes* it for the kernel. Most
-values need neither, because `torch.library.infer_schema` supports their annotations and the
-dispatcher checks the values.
+A call *encodes* each Python value as a value of the schema type, and *decodes* it again for the
+kernel. Most values need neither step, because `torch.library.infer_schema` supports their
+annotations and the dispatcher checks them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ Encode = Callable[[Any, str], Any]
 
 
 class Kind(NamedTuple):
-    """The schema type for an annotation, and the functions that convert the annotated values.
+    """The schema type for an annotation, with the functions that convert annotated values.
 
-    `encode` and `decode` take a value and the start of an error message. They return the converted
-    value, or raise an error with this message.
+    `encode` and `decode` take a value and a prefix for error messages, such as the argument's name.
+    They return the converted value, or raise an error that starts with this prefix.
 
     Attributes:
         schema: the schema type, without a `?`.
-        exact: values of exactly this class need no encoding. If None, all values are encoded.
+        exact: values of exactly this class are not encoded. If None, every value is encoded.
         decode: None if no conversion is needed.
-        inferred: the schema type that `infer_schema` infers. None if `infer_schema` rejects the
-            annotation.
+        inferred: the schema type that `infer_schema` infers, or None if it rejects the annotation.
     """
 
     schema: str
@@ -53,7 +52,8 @@ class Kind(NamedTuple):
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
-    # Dynamo cannot trace `types.spell`, so it would report that failure instead of this error.
+    # Dynamo cannot trace `types.spell`, so while compiling, users would see an error about
+    # `types.spell` instead of this one.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
@@ -73,7 +73,7 @@ def _integer(value: Any, where: str) -> Any:
 def _float(value: Any, where: str) -> Any:
     if isinstance(value, (float, torch.SymFloat)):
         return value
-    # Call hasattr last, because Dynamo cannot trace it for symbolic numbers.
+    # Check hasattr last, because Dynamo cannot trace it for symbolic numbers.
     if isinstance(value, (int, torch.SymInt)) or (
         not isinstance(value, torch.Tensor) and hasattr(value, "__float__")
     ):
@@ -86,7 +86,7 @@ _REAL_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 def _complex(value: Any, where: str) -> Any:
     if isinstance(value, (complex, *_REAL_NUMBERS)):
-        # Dynamo cannot trace complex() of a symbolic number, so leave the conversion to `decode`.
+        # Dynamo cannot trace complex() for a symbolic number, so let `decode` convert it later.
         return value if torch.compiler.is_dynamo_compiling() else complex(value)
     raise wrong_type(where, "complex", value)
 
@@ -108,8 +108,8 @@ _NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _inferred("Tensor", _instance(torch.Tensor), torch.Tensor),
-    # `infer_schema` rejects Parameters, because kernels never receive one: autograd,
-    # functionalization and graphs replace it with a plain Tensor.
+    # `infer_schema` rejects the annotation Parameter, because a kernel never receives one:
+    # autograd, functionalization and graph capture all replace it with a plain Tensor.
     torch.nn.Parameter: Kind("Tensor", _instance(torch.Tensor), torch.nn.Parameter),
     int: _inferred("SymInt", _integer, int),
     float: _inferred("float", _float, float),
@@ -146,19 +146,19 @@ def single_kind(annotation: Any) -> Kind | None:
     if name == "Generator":  # a built-in type of schemas, not a script class
         return _inferred(name, _instance(annotation), annotation)
     # Check the class here, because the dispatcher does not. Leave `exact` unset, because Dynamo in
-    # PyTorch 2.12 cannot compare the types of script objects. Also accept a FakeScriptObject, which
-    # replaces the object during tracing.
+    # PyTorch 2.12 cannot compare the types of script objects. Accept a FakeScriptObject as well,
+    # since it stands in for the object during tracing.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check, inferred=name)
 
 
 def is_object(kind: Kind) -> bool:
-    """Return whether values of this kind are objects of an opaque type, or lists of these."""
+    """Return whether values of this kind are objects of an opaque type, or lists of objects."""
     return "." in kind.schema
 
 
 def is_by_reference(schema_type: str) -> bool:
-    """Return whether values of a type are objects that are passed by reference, or their lists."""
+    """Return whether a schema type is that of objects passed by reference, or lists of these."""
     return opaque_types.names_reference(schema_type.rstrip("?[]"))
 
 
@@ -172,8 +172,8 @@ def choice_kind(annotation: Any) -> Kind | None:
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
     if not is_enum or issubclass(annotation, enum.Flag):
         return None
-    # PyTorch passes an Enum as a script object, which does not round-trip through torch.export.save
-    # and load, so encode the Enum as a str.
+    # PyTorch would pass an Enum as a script object, but script objects don't round-trip through
+    # torch.export.save and load. So encode the Enum as a str.
     return _members(annotation)._replace(inferred=opaque_types.custom_class_name(annotation))
 
 
@@ -203,9 +203,9 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
 
 
 def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
-    """Return the `Kind` of an Enum. If `choices` is given, only these members are accepted.
+    """Return the `Kind` of an Enum. If `choices` is given, accept only these members.
 
-    A member is encoded as its name instead of its value, because the value may be any object, and
+    Encode each member as its name rather than its value, because a value can be any object, and
     because authors change values more often than names.
     """
     members = {n: m for n, m in cls.__members__.items() if choices is None or m in choices}
@@ -234,17 +234,16 @@ def _expected(choices: tuple[Any, ...]) -> str:
 # Lists, tuples and `torch.Size`
 
 
-# torch.export can serialize lists of these schema types, so a list is converted item by item if its
-# encoded items have one of these types.
+# torch.export can serialize lists of these schema types. If the items of a list are encoded as one
+# of them, the list is converted item by item.
 CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
 _INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
 _INFERRED_OPTIONALS = frozenset(
     {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
     | (_INFERRED_LISTS - {"Scalar[]"})
 )
-# Never convert optional lists of these types, because the dispatcher ignores tensors in optional
-# lists. Instead, pass these lists unchanged if `infer_schema` supports them, and reject them
-# otherwise.
+# Never convert an optional list of these types, because the dispatcher ignores the tensors in
+# optional lists. Pass such a list unchanged if `infer_schema` supports it, and reject it otherwise.
 _UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
@@ -346,7 +345,7 @@ def _decode_dtype(name: Any, where: str) -> torch.dtype:
     return schemas.dtypes()[name]
 
 
-# Encode a dtype in a list by name, because torch.export cannot serialize lists of dtypes.
+# Inside lists, encode a dtype as its name, because torch.export cannot serialize lists of dtypes.
 DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
@@ -375,9 +374,9 @@ def leaf_kind(annotation: Any) -> Kind | None:
 def argument_type(annotation: Any) -> str | None:
     """Return the schema type that `infer_schema` infers for an annotation.
 
-    Return None if `infer_schema` rejects the annotation. The result does not depend on the release
-    of PyTorch: in older releases, `infer_schema` infers fewer types, but schemas already support
-    all of them.
+    Return None if `infer_schema` rejects the annotation. The result is the same for every release
+    of PyTorch: `infer_schema` infers fewer types in older releases, but schemas already support all
+    of them there.
     """
     kind = leaf_kind(annotation)
     return None if kind is None else kind.inferred
@@ -386,7 +385,7 @@ def argument_type(annotation: Any) -> str | None:
 def parameter_type(parameter: inspect.Parameter) -> str | None:
     schema_type = argument_type(parameter.annotation)
     if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
-        # PEP 484 used to allow `x: Tensor = None` as a shorthand for `Optional[Tensor]`, so support
+        # PEP 484 used to allow `x: Tensor = None` as a shorthand for `Optional[Tensor]`, so accept
         # it.
         schema_type += "?"
     return schema_type
@@ -404,7 +403,8 @@ def return_type(annotation: Any) -> str | None:
     results = [item for item in items if item is not None]
     if len(results) < len(items):
         return None
-    # A tuple with one item is a single result of type tuple, so the schema must be `((Tensor))`.
+    # The parser reads `(Tensor)` as `Tensor`, so a tuple with one item must be written as
+    # `((Tensor))`.
     return write_results([f"({results[0]})"] if len(results) == 1 else results)
 
 

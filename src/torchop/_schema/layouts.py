@@ -15,9 +15,9 @@ from torchop._schema.schema import Schema
 class Layout:
     """A memory layout that a kernel requires of an argument, `contiguous` or `channels_last`.
 
-    Write it in the annotation of the parameter, as in `Annotated[Tensor, torchop.contiguous]`, or
-    pass it to `torchop.register_layout`. If a call passes a tensor with other strides, the kernel
-    receives a copy in the required layout.
+    Declare it in a parameter's annotation, as in `Annotated[Tensor, torchop.contiguous]`, or pass
+    it to `torchop.register_layout`. If a call passes a tensor with other strides, the kernel
+    receives a copy that has the required layout.
 
     Example:
         >>> import torch, torchop
@@ -33,7 +33,7 @@ class Layout:
 
     def __init__(self, name: str, formats: Mapping[int, torch.memory_format]) -> None:
         self.name = name
-        self.formats = formats  # by number of dimensions; empty if all have the same
+        self.formats = formats  # by number of dimensions; empty if the format is always the same
 
     def __repr__(self) -> str:
         return f"torchop.{self.name}"
@@ -55,7 +55,7 @@ class Layout:
         return found
 
     def fits(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has the layout. Tensors without strides have every layout."""
+        """Return whether a tensor has this layout, as every tensor without strides does."""
         if tensor.layout not in _WITH_STRIDES:
             return True
         return tensor.is_contiguous(memory_format=self.format_of(tensor))
@@ -94,7 +94,7 @@ def _layouts_in(annotation: object) -> list[Layout]:
 
 def check_layouts(schema: Schema, layouts: Mapping[str, object]) -> None:
     if not layouts:
-        return  # most operators declare none, and computing `schema.arguments` is slow
+        return  # most operators declare no layouts, and computing `schema.arguments` is slow
     kinds = {argument.name: argument for argument in schema.arguments}
     for name, layout in layouts.items():
         if not isinstance(layout, Layout):

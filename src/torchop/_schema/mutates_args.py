@@ -8,7 +8,7 @@ UNKNOWN = "unknown"
 
 
 def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
-    """Return the names in `mutates_args`, or None for `"unknown"`, i.e. all tensors."""
+    """Return the names in `mutates_args`, or None for `"unknown"`, which stands for all tensors."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None
@@ -47,14 +47,16 @@ def mutated_arguments(
 ) -> tuple[str, ...]:
     """Return the names of the mutated schema arguments.
 
-    A schema cannot declare that an object is mutated, so names of objects are only validated, not
-    returned.
+    Names of objects are validated but not returned, because a schema cannot declare that an object
+    is mutated.
 
     Args:
         where: the name of the function, for messages.
-        names: the result of `mutated_names`. The name of a structure stands for all tensors in it.
-        tensors: maps the path of each tensor, such as `x` or `cfg.weight`, to the schema argument.
-        others: maps the paths of structures and of all other values to their types, for messages.
+        names: the result of `mutated_names`. Naming a structure marks all tensors in it as mutated.
+        tensors: maps the path of each tensor, such as `x` or `cfg.weight`, to the name of its
+            schema argument.
+        others: maps the path of every other value, and of every structure, to its type, for error
+            messages.
         objects: the paths of objects that are passed by reference.
     """
     if names is None:
@@ -83,7 +85,7 @@ def mutated_arguments(
 
 
 def is_inside(place: str, name: str) -> bool:
-    """Return whether `name` is the name of a value, or of a structure that contains the value."""
+    """Return whether `name` names the value at `place`, or a structure that contains the value."""
     return f"{place}.".startswith(f"{name}.")
 
 

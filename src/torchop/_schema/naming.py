@@ -15,9 +15,9 @@ from torchop._errors import OperatorNameError, short_repr, short_text
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
 
-# Namespaces in which users cannot define operators. PyTorch does not functionalize custom operators
+# Users cannot define operators in these namespaces: PyTorch does not functionalize custom operators
 # in `aten` and `prims`, `prim` belongs to TorchScript, and `torch.ops.higher_order` and
-# `torch.ops._` are not for ordinary operators.
+# `torch.ops._` are not meant for ordinary operators.
 RESERVED_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "_"})
 
 
@@ -48,8 +48,8 @@ class OpName(NamedTuple):
             qualname: `"ns::name"` or `"ns::name.overload"`.
 
         Raises:
-            OperatorNameError: `qualname` is not a string of this form. This error is a
-                `ValueError`.
+            OperatorNameError: `qualname` is not a string of this form. OperatorNameError is a
+                subclass of `ValueError`.
         """
         if not isinstance(qualname, str):
             name = short_text(getattr(qualname, "__name__", "crop"))
@@ -75,7 +75,8 @@ class OpName(NamedTuple):
             qualname: `"ns::name"` or `"ns::name.overload"`.
 
         Raises:
-            OperatorNameError: no operator can have this name. This error is a `ValueError`.
+            OperatorNameError: PyTorch does not support this name. OperatorNameError is a subclass
+                of `ValueError`.
         """
         result = OpName.parse(qualname)
         assert isinstance(qualname, str)
@@ -120,7 +121,7 @@ def is_name(name: OpName, text: str) -> bool:
 def is_match(name: OpName, pattern: str) -> bool:
     """Return whether an operator matches `pattern`, which is a name or a glob such as `mylib::*`.
 
-    `mylib::f.*` matches all overloads of `f` except the default one, because its name has no dot.
+    `mylib::f.*` matches every overload of `f` but the default one, whose name has no dot.
     """
     texts = (str(name), name.packet)
     return is_name(name, pattern) or any(fnmatch.fnmatchcase(text, pattern) for text in texts)
@@ -156,7 +157,7 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
 def check_rule_name(name: object, reserved: Iterable[Callable[[str], bool]]) -> None:
     """Raise ValueError if a new `torchop.Rule` cannot have this name.
 
-    `reserved` contains predicates that return True for names that already have another meaning.
+    `reserved` holds predicates, each of which returns True for names that are already in use.
     """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Opaque types: classes whose objects operators take and return without a conversion."""
+"""Opaque types: classes whose objects are passed to and from operators as they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchop._compat import compilers, opaque_types
 from torchop._schema.types import spell
 
 Class = TypeVar("Class", bound=type)
-# Dynamo already traces objects of these classes, or PyTorch flattens them.
+# Objects of these classes cannot be opaque, because Dynamo traces into them or PyTorch flattens
+# them.
 _TRACED = (
     torch.Tensor,
     torch.nn.Module,
@@ -30,8 +31,8 @@ _TRACED = (
     float,
     complex,
 )
-# PyTorch reads these attributes of every object that it passes to an operator or a graph, so
-# defining them would change how the object is passed. See `tracing_with_real` and
+# PyTorch looks for these attributes on every object that it passes to an operator or a graph, so a
+# class that defines one of them would be passed differently. See `tracing_with_real` and
 # `maybe_to_fake_obj` in torch/_library/fake_class_registry.py.
 _READ_BY_PYTORCH = ("__torch_function__", "__obj_flatten__", "tracing_mode")
 
@@ -48,20 +49,21 @@ def opaque(cls: None = None, /, *, value: bool = False) -> Callable[[Class], Cla
 def opaque(cls: Any = None, /, *, value: bool = False) -> Any:
     """Let operators take and return objects of a class. Use it as a decorator, or call it.
 
-    Annotate arguments, results, and fields of structures with the class, `Optional` of it, or a
-    list of it. For a class of another package, call `torchop.opaque(Class)`. Subclasses are
-    registered too.
+    You can then annotate arguments, results and the fields of structures with the class, with
+    `Optional` of it, or with a list of it. For a class from another package, call
+    `torchop.opaque(Class)`. Subclasses are registered along with the class.
 
-    By default, an object is passed *by reference*: it is an input of a compiled graph, and kernels
-    may change it. Compilers therefore preserve all calls with such an object, and their order. If
-    an operator does not change the object, pass `effects="none"` to `custom_op`, so that compilers
-    may remove and merge calls. In compiled code, the attributes of the object are only known when
-    the graph runs, so fake kernels and formulas cannot read them.
+    By default, an object is passed *by reference*: it is an input of the compiled graph, and
+    kernels may modify it. Compilers therefore keep every call that takes such an object, in the
+    original order. If an operator does not modify the object, pass `effects="none"` to `custom_op`,
+    so that compilers may remove and merge its calls. In compiled code, the attributes of the object
+    are known only when the graph runs, so fake kernels and formulas cannot read them.
 
-    With `value=True`, an object is baked into a compiled graph as a constant, so the class must be
-    immutable, such as a frozen dataclass. A call with an unequal object compiles another graph.
-    This also makes `==` stricter: equal objects must have the same class, and fields of the same
-    types and signs, so 1 differs from True and 1.0, and 0.0 differs from -0.0.
+    With `value=True`, an object is baked into the compiled graph as a constant, so the class must
+    be immutable, such as a frozen dataclass. A call with an object that compares unequal compiles a
+    new graph. For this reason, `value=True` also makes `==` stricter: equal objects must have the
+    same class, and fields of the same types and signs. So 1 differs from True and 1.0, and 0.0
+    differs from -0.0.
 
     `torch.Generator`, `ProcessGroup` and `DeviceMesh` need no registration.
 
@@ -158,7 +160,7 @@ def _register(cls: type, *, is_value: bool) -> None:
 
 
 def _prepare_value(cls: type) -> None:
-    """Add the methods that PyTorch needs to store objects of the class as constants of graphs."""
+    """Add the methods that PyTorch needs to store objects of the class as graph constants."""
     name = spell(cls)
     is_dataclass = dataclasses.is_dataclass(cls)
     is_frozen = is_dataclass and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -191,10 +193,10 @@ def _prepare_value(cls: type) -> None:
 
 
 def _exactly(equal: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap `__eq__` so that objects are only equal if their types and signs also match.
+    """Wrap `__eq__` so that equal objects must also have fields of the same types and signs.
 
-    Compilers use `__eq__` to decide whether a graph can be reused. In Python, 1, 1.0 and True are
-    equal, but a graph compiled for one of them would be wrong for the others.
+    Compilers use `__eq__` to decide whether they can reuse a graph. In Python, 1, 1.0 and True are
+    equal, but a graph that was compiled for one of them would be wrong for the others.
     """
 
     @functools.wraps(equal)
@@ -210,9 +212,9 @@ def _exactly(equal: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _write_dataclass(self: Any) -> tuple[str, dict[str, Any]]:
-    """Return an expression for a dataclass object, and the objects that the expression names.
+    """Return an expression that recreates a dataclass object, and the objects that it refers to.
 
-    This becomes the method `__fx_repr__`, which PyTorch calls to generate the code of a graph.
+    Installed as the method `__fx_repr__`, which PyTorch calls when it generates a graph's code.
     """
     names: dict[str, Any] = {}
     return _written(self, spell(type(self)), names), names
@@ -253,8 +255,9 @@ def _written(value: Any, where: str, names: dict[str, Any]) -> str:
     )
 
 
-# Expressions call these functions instead of names in torch, because PyTorch would rename imports
-# from its own modules (`add_global` in torch/fx/graph.py), and the expression would not find them.
+# In expressions, we call these functions instead of naming torch.float32 and the like directly.
+# PyTorch renames imports from its own modules (`add_global` in torch/fx/graph.py), so the
+# expression would no longer find the name.
 
 
 def constant_of_torch(name: str) -> Any:
@@ -266,8 +269,8 @@ def device_of_torch(text: str) -> torch.device:
 
 
 def _name(function: Any, names: dict[str, Any]) -> str:
-    # Add a prefix, because Inductor uses the name inside a class, where Python would mangle a name
-    # with two leading underscores.
+    # The prefix is there because Inductor uses the name inside a class, where Python would mangle a
+    # name that starts with two underscores.
     name = "opaque_" + re.sub(r"\W", "_", f"{function.__module__}.{function.__qualname__}")
     names[name] = function
     return name

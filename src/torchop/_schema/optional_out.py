@@ -1,8 +1,8 @@
-"""Reject maybe-out operators, which return the argument `out`, or a new tensor if `out` is None.
+"""Reject maybe-out operators, which return the argument `out` if it is given, or else a new tensor.
 
-A schema cannot express that a result aliases an argument only in some calls, so `check_maybe_out`
-rejects a schema in which a result aliases a mutated `Tensor?`. If the schema omits the alias
-instead, calls that return the argument raise an error.
+A schema cannot say that a result aliases an argument in some calls only, so `check_maybe_out`
+rejects every schema in which a result aliases a mutated `Tensor?`. If the author leaves the alias
+out of the schema, a call that returns its argument raises an error instead.
 """
 
 from __future__ import annotations

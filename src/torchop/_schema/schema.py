@@ -50,15 +50,15 @@ class Argument(NamedTuple):
         return "Tensor" in self.kind
 
 
-# When the dispatcher computes dispatch keys, it ignores the tensors in lists of these types.
+# The dispatcher ignores the tensors in lists of these types when it computes dispatch keys.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
-# A pattern that starts with the dot is fast. One for the whole name would take quadratic time.
+# Start matching at the dot: a pattern for the whole name would take quadratic time.
 _DOTTED_NAME = re.compile(r"\.[A-Za-z_]")
-# The dispatcher does not check arguments of these types, so they accept any object.
+# Arguments of these types accept any object, because the dispatcher does not check them.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 # The dispatcher stores one bit per argument in a bit set of this size, so it rejects schemas with
-# more arguments. Check the number before that, since by then we would already have deregistered an
-# existing operator of the same name.
+# more arguments. We check the limit ourselves and do so early: when the dispatcher raises its
+# error, an existing operator of the same name would already be deregistered.
 MAX_ARGUMENTS = 64
 _NUMBER = re.compile(r"(Optional\[)?(List\[)?(int|float|bool|complex|number)\]*")
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
@@ -67,9 +67,9 @@ TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"
 class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
-    `Operator(op, ...).schema` is the schema of an operator. `Schema(op._schema)` wraps a
-    `torch.FunctionSchema`, and `Schema.parse(text)` parses text. The constructor and `Schema.parse`
-    do not detect the form, so `form` is `Form.PLAIN` by default.
+    Get the schema of an operator with `Operator(op, ...).schema`, wrap a `torch.FunctionSchema`
+    with `Schema(op._schema)`, or parse text with `Schema.parse(text)`. The last two do not detect
+    the form of the operator, so there `form` is `Form.PLAIN` by default.
 
     Args:
         parsed: a `torch.FunctionSchema`.
@@ -85,15 +85,15 @@ class Schema:
         returns: the result types as PyTorch spells them.
         mutated: the names of the arguments that the operator mutates.
         written_types: the argument types by name, as the author wrote them, such as `int[2]?`.
-        constants: the names of arguments of type `int` (not `SymInt`), including lists.
+        constants: the names of arguments of type `int` (not `SymInt`), or lists of these.
         written_arguments: the arguments as the author wrote them, such as `int n=1`, and `*`.
         form: the form of the operator: in-place, out=, or plain.
-        places: maps the names of arguments that are fields of structures to their paths, such as
-            `config.weight`.
+        places: for arguments that are fields of structures, maps the argument's name to its path,
+            such as `config.weight`.
         result_places: the paths of the results, if they are fields of structures.
         is_mutable: whether the operator mutates arguments.
         is_view: whether a result aliases an argument.
-        is_functional: whether the operator mutates nothing and only returns fresh results.
+        is_functional: whether the operator mutates nothing, and returns only fresh results.
 
     Example:
         >>> from torchop.extend import Schema
@@ -105,7 +105,7 @@ class Schema:
     places: Mapping[str, str] = MappingProxyType({})
     result_places: Sequence[str] = ()
 
-    # Most attributes are computed lazily, because a program typically calls only a few of the
+    # Most attributes are computed lazily, because a typical program calls only a few of the
     # operators that it imports.
 
     def __init__(
@@ -113,8 +113,8 @@ class Schema:
     ) -> None:
         self._source: FunctionSchema | str = parsed
         self.form = form
-        # `forget_parsed` frees the parsed schema, so PyTorch must be able to parse this text again.
-        # Prefer the author's text to `str(parsed)`, which does not escape string defaults.
+        # Keep a text that PyTorch can parse again after `forget_parsed` has freed the parsed
+        # schema. `str(parsed)` does not escape string defaults, so prefer the author's own text.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
@@ -137,9 +137,9 @@ class Schema:
         return self.text
 
     def is_backward_compatible(self, older: Schema) -> bool:
-        """Return whether all calls that were valid with an older schema are still valid.
+        """Return whether every call that an older schema accepts is still valid.
 
-        These are the rules by which PyTorch checks changes to ATen operators.
+        This applies the rules that PyTorch uses to check changes to ATen operators.
 
         Args:
             older: the previous `Schema` of the operator.
@@ -147,7 +147,7 @@ class Schema:
         return schemas.is_backward_compatible(self._parsed, older._parsed)
 
     def forget_parsed(self) -> None:
-        """Free the parsed schema to save memory. The text is parsed again when needed."""
+        """Free the parsed schema to save memory, and parse the text again when it is needed."""
         self._source = self._parsed.name.partition("::")[0]
 
     @property
@@ -175,7 +175,7 @@ class Schema:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """Return the names of `int` arguments, on whose values compilers specialize."""
+        """Return the names of the `int` arguments. Compilers specialize on the values of these."""
         return tuple(n for n, kind in self.written_types.items() if kind.startswith("int"))
 
     @property
@@ -258,7 +258,7 @@ class Schema:
 
     @property
     def raw_defaults(self) -> dict[str, Any]:
-        """The defaults as `torch.FunctionSchema` stores them, such as an int for a dtype."""
+        """The defaults as `torch.FunctionSchema` represents them, for example a dtype as an int."""
         return {a.name: a.default_value for a in self._parsed.arguments if a.has_default_value()}
 
     @functools.cached_property
@@ -274,7 +274,7 @@ class Schema:
 
     @functools.cached_property
     def object_types(self) -> frozenset[str]:
-        """The types of the arguments, results and items of lists that are passed by reference."""
+        """The types of arguments, results and list items that are passed by reference."""
         if _DOTTED_NAME.search(self.written) is None:
             return frozenset()  # test the text first, because splitting it is slow
         arguments = (argument.split()[0] for argument in arguments_alone(self.written))
@@ -283,7 +283,7 @@ class Schema:
 
     @functools.cached_property
     def objects(self) -> frozenset[str]:
-        """The names of the arguments with objects that are passed by reference."""
+        """The names of the arguments that hold objects passed by reference."""
         if not self.object_types:
             return frozenset()
         parts = (argument.split() for argument in arguments_alone(self.written))
@@ -292,10 +292,10 @@ class Schema:
     def fill_defaults(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add the arguments that the dispatcher dropped because they equal the default.
+        """Add back the arguments that the dispatcher dropped because they equal the default.
 
         The dispatcher passes only keyword-only arguments by name, but other callers may pass any
-        argument that way.
+        argument by name.
         """
 
         def value(argument: Argument) -> Any:
@@ -318,13 +318,13 @@ class Schema:
 def write_schema(
     name: OpName, arguments: Iterable[str], results: Sequence[str], form: Form = Form.PLAIN
 ) -> Schema:
-    """Create a schema from texts such as `Tensor x`, `*` and `int n=1`, and types of results."""
+    """Create a schema from texts of arguments, such as `Tensor x` and `int n=1`, and of results."""
     text = write(arguments, write_results(results))
     return Schema(schemas.parse(f"{name}{text}"), f"{name.local}{text}", form)
 
 
 def _fresh(default: Any) -> Any:
-    """Copy a default that is a list, as the dispatcher does, because the kernel may modify it."""
+    """Copy a list default, as the dispatcher does, because the kernel may modify the list."""
     return list(default) if isinstance(default, list) else default
 
 
@@ -343,7 +343,7 @@ def _argument(argument: Any) -> Argument:
 
 
 def _python_default(kind: str, value: Any) -> Any:
-    """Convert a default to the value that kernels receive, for example an int to a dtype."""
+    """Convert a stored default to the value that the kernel receives, such as an int to a dtype."""
     if kind.startswith("Optional["):
         kind = kind[len("Optional[") : -1]
     if kind.startswith("List[") and isinstance(value, list):

@@ -15,7 +15,7 @@ import torch
 
 from torchop._errors import SchemaError, short_text
 
-# Names that string annotations may use without an import, as in `torch.library.infer_schema`.
+# As in `torch.library.infer_schema`, string annotations may use these names without an import.
 _IMPLICIT: dict[str, Any] = {
     "Tensor": torch.Tensor,
     "device": torch.device,
@@ -54,7 +54,7 @@ def spell_function(function: Callable[..., Any]) -> str:
     if qualname is None:
         return f"this {type(function).__name__}"
     text = f"{module}.{qualname}" if module else str(qualname)
-    # Shorten a long name at its start, because the end is the most specific part.
+    # Cut off the start of a long name, because the end is the most specific part.
     return text if len(text) <= _LONGEST_NAME else f"...{text[3 - _LONGEST_NAME :]}"
 
 
@@ -74,7 +74,7 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
 def written_annotations(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the evaluated annotations of a function, including `Annotated` metadata.
 
-    Leave out annotations that cannot be evaluated, which schema inference rejects.
+    Annotations that cannot be evaluated are left out; schema inference rejects these later.
     """
     namespace, evaluated = _Namespace(function), {}
     for name, annotation in annotations_of(function).items():
@@ -87,7 +87,7 @@ def written_annotations(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def method_hint(function: Callable[..., Any]) -> str:
-    """Return advice for error messages if a function is a method, otherwise an empty string."""
+    """Return advice for an error message if the function is a method, or else an empty string."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return (
@@ -114,9 +114,9 @@ class _Namespace:
         self._function = function
 
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
-        """Evaluate string annotations, also inside generic types, and remove `Annotated`.
+        """Evaluate string annotations, including those inside generic types, and strip `Annotated`.
 
-        `parameter` is the name for error messages, or None for the return annotation.
+        `parameter` is the parameter's name for error messages, or None for the return annotation.
         """
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
@@ -140,8 +140,8 @@ class _Namespace:
 
     def evaluate(self, text: str, parameter: str | None) -> Any:
         try:
-            # This is as safe as typing.get_type_hints, which also calls `eval`, because annotations
-            # are code in the author's own module.
+            # Annotations are code in the author's own module, so evaluating them is as safe here as
+            # in typing.get_type_hints, which also calls `eval`.
             return eval(text, *self._names)
         except Exception as error:
             place = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
@@ -154,9 +154,9 @@ class _Namespace:
 
     @functools.cached_property
     def _names(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The globals and locals in which to evaluate annotations.
+        """The globals and locals for evaluating annotations.
 
-        If the function is wrapped or a partial, these come from the author's original function.
+        For a partial or a wrapped function, these are taken from the author's original function.
         """
         written: Any = inspect.unwrap(self._function)
         while isinstance(written, functools.partial):
@@ -166,8 +166,8 @@ class _Namespace:
         if not isinstance(written, types.FunctionType):
             written = type(written).__call__
         variables = getattr(written, "__globals__", {})
-        # Closure variables take precedence over globals, as in the function's body, and globals
-        # take precedence over the implicit names.
+        # Closure variables shadow globals, just as in the function's body, and globals shadow the
+        # implicit names.
         names = _IMPLICIT | {name: variables[name] for name in _IMPLICIT if name in variables}
         if isinstance(written, types.FunctionType):
             names |= closure_of(written)
@@ -184,11 +184,11 @@ def closure_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes that code uses, including nested functions."""
+    """Return the global and attribute names that code uses, including in nested functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*map(names_in, inner))
 
 
 def package_of(function: types.FunctionType) -> str:
-    # Use the globals, because `functools.wraps` overwrites `__module__`.
+    # Read the module's name from the globals, because `functools.wraps` overwrites `__module__`.
     return str(function.__globals__.get("__name__")).partition(".")[0]

@@ -1,8 +1,8 @@
-"""Split the text of a schema into parts, and write schemas from parts.
+"""Split the text of a schema into its parts, and put parts together into schemas.
 
-torchop uses this to derive the schemas of helper operators, which replace an operator in compiled
-graphs, from the author's text. `str(schema)` does not work for this: PyTorch does not escape string
-defaults in it correctly, so the schema parser would reject it.
+torchop derives the schemas of its helper operators, which replace an operator in compiled graphs,
+from the author's text. Deriving them from `str(schema)` would not work, because PyTorch does not
+escape string defaults in it correctly, so its parser would reject them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _pieces(text: str) -> list[str]:
 
 
 def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the position of each character outside of brackets and strings, and the character.
+    """Yield each character outside of brackets and strings, with its position.
 
-    This includes the closing bracket of each outermost pair, but not the opening one.
+    The closing bracket of each outermost pair counts as outside, but the opening one does not.
     """
     depth, quote, escaped = 0, "", False
     for position, character in enumerate(text):
@@ -61,7 +61,7 @@ def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
 
 
 def write(arguments: Iterable[str], results: str) -> str:
-    """Return a schema without the operator's name. `results` is a string from `write_results`."""
+    """Return a schema without the operator's name, given the results from `write_results`."""
     return f"({', '.join(arguments)}) -> {results}"
 
 
@@ -79,14 +79,14 @@ def write_results(results: Sequence[str]) -> str:
 
 
 def numbered_alias(index: int) -> str:
-    """Return the name, such as `a0`, that `infer_schema` gives to an argument's alias set."""
+    """Return the alias set name, such as `a0`, that `infer_schema` gives to an argument."""
     return f"a{index}"
 
 
 def lettered_alias(index: int) -> str:
-    """Return a name for an alias set, such as `a`, in the style of native_functions.yaml.
+    """Return a name for an alias set in the style of native_functions.yaml, such as `a`.
 
-    ExecuTorch finds out= variants with torchgen, which only supports single letters.
+    ExecuTorch looks up out= variants with torchgen, which supports only single letters.
     """
     return ascii_lowercase[index] if index < len(ascii_lowercase) else numbered_alias(index)
 
@@ -96,7 +96,7 @@ def written_tensor(alias: str) -> str:
 
 
 def with_write(argument: str, alias: str) -> str:
-    """Mark the tensors in an argument or type as mutated, by adding `(alias!)`."""
+    """Mark the tensors in an argument or a type as mutated by adding `(alias!)`."""
     return argument.replace("Tensor", written_tensor(alias), 1)
 
 

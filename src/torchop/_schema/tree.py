@@ -1,9 +1,9 @@
 """Parse a function's annotations into trees whose leaves are arguments of the schema.
 
-The annotation of a structure, such as a dataclass, becomes a tree with several leaves. A
-`Structure` converts between the author's objects and the values of the leaves. Most operators need
-no conversion, because each of their annotations is just one leaf with a type that `infer_schema`
-supports.
+The annotation of a structure, such as a dataclass, becomes a tree with several leaves, and a
+`Structure` then converts between the author's objects and the values of these leaves. Most
+operators need no conversion, because each annotation is a single leaf with a type that
+`infer_schema` supports.
 """
 
 from __future__ import annotations
@@ -58,15 +58,14 @@ from torchop._schema.text import numbered_alias, with_write, write, write_result
 class FunctionTree:
     """The annotation trees of a function's parameters and result.
 
-    If `structures` is False, only annotations that `torch.library.infer_schema` supports are
-    allowed.
+    If `structures` is False, accept only annotations that `torch.library.infer_schema` supports.
 
     Attributes:
-        result: the tree of the result. None if the result needs no conversion.
+        result: the tree of the result, or None if the result needs no conversion.
         positional: the leaves that are positional arguments of the schema.
         keyword_only: the leaves that are keyword-only arguments of the schema.
         mutated: the names of the mutated leaves.
-        mutates_objects: whether `mutates_args` names an object, which the schema cannot express.
+        mutates_objects: whether `mutates_args` names an object. The schema cannot express this.
         returns: the results in schema syntax.
         is_plain: whether no argument and no result needs a conversion.
     """
@@ -264,10 +263,10 @@ def _check_names(parameters: Iterable[Parameter]) -> None:
 def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """Split the leaves into the positional and the keyword-only arguments of the schema.
 
-    Tensors are positional, because PyTorch only computes gradients for positional arguments. Other
-    values inside structures are keyword-only, so authors can add a field with a default anywhere in
-    a structure without changing the meaning of existing calls, for example in exported programs.
-    For the same reason, tensors with a default come last.
+    Tensors are positional, because PyTorch computes gradients only for positional arguments. All
+    other values inside structures are keyword-only. That way, authors can add a field with a
+    default anywhere in a structure, and existing calls, for example in exported programs, keep
+    their meaning. Tensors with a default come last for the same reason.
     """
     required, with_default, nested, keyword_only = [], [], [], []
     for parameter in parameters:
@@ -298,8 +297,8 @@ class _Builder:
     def build(self, annotation: Any, path: str, inside: tuple[Any, ...] = ()) -> Node:
         """Build the tree for the annotation of an argument or field.
 
-        `path` names the argument or field, such as `cfg.scale`. `inside` contains the types of the
-        enclosing structures, to detect a structure that contains itself.
+        `path` names the argument or field, such as `cfg.scale`. `inside` lists the types of the
+        enclosing structures, so that a structure that contains itself can be rejected.
         """
         annotation = without_annotated(annotation)
         if isinstance(annotation, GradientsOf):
@@ -308,8 +307,9 @@ class _Builder:
         if not self.structures:
             if kind is None or kind.inferred is None:
                 raise UnsupportedTypeError(path, annotation)
-            # Use the type that `infer_schema` infers, which may differ from the type in `kind`: an
-            # Enum is inferred as a script object, but `kind` encodes it as a str.
+            # Use the type that `infer_schema` infers, because it may differ from the type in
+            # `kind`. For example, `infer_schema` treats an Enum as a script object, but `kind`
+            # encodes it as a str.
             schema, optional = kind.inferred.removesuffix("?"), kind.is_optional
             kind = Kind(schema, unchanged, is_optional=optional, inferred=kind.inferred)
         if kind is not None:

@@ -46,7 +46,7 @@ def has_fields(annotation: Any) -> bool:
 
 
 def spell(annotation: Any) -> str:
-    """Format an annotation for a message: leave out `typing.`, and shorten long text."""
+    """Format an annotation for an error message, without `typing.` and with long text shortened."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         module = annotation.__module__
         text = annotation.__qualname__
