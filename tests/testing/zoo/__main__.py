@@ -30,21 +30,21 @@ _SECTION = "## All checks\n"
 _TEXT = """
 The test suite of torchop contains a zoo of operators: {wrong} faulty operators, each with one
 deliberate fault, and {right} correct operators. The tests verify that `torchop.testing.check` finds
-every fault, and reports no fault in a correct operator.
+every one of these faults, but reports none in a correct operator.
 
-The faults were chosen together with the checks, so the numbers on this page show only which kinds
-of faults each check finds. They do not predict how many of the faults in your operators `check`
+Since we chose the faults together with the checks, the numbers on this page only show which kinds
+of faults each check finds. They don't predict how many of the faults in your own operators `check`
 would find.
 
-The last three columns of the table count faulty operators:
+In the table, the last three columns count faulty operators:
 
 - *faults*: operators whose fault this check must find.
 - *found*: operators in which this check finds a fault.
 - *alone*: operators in which only this check finds a fault.
 
 For the columns *found* and *alone*, `check` ran on {measured} of the faulty
-operators{kinds}. A check with 0 in the column
-*alone* can still be useful, because other checks may find the same faults only by accident, or the
+operators{kinds}. Even if a check has a 0 in
+the column *alone*, it can be useful: other checks may find the same faults only by accident, or the
 run may have left out the operators with these faults.
 
 | check | question | faults | found | alone |
