@@ -23,8 +23,8 @@ _MARKER = (
     "torchop.testing.check; the test calls torchop_check()."
 )
 
-# The stash key of a temporary folder with one file for each pytest-xdist worker, to which the
-# worker writes its current call.
+# The stash key of a temporary folder, in which each pytest-xdist worker has a file. The worker
+# writes its current call to this file.
 _FOLDER = pytest.StashKey[Path]()
 
 
@@ -127,7 +127,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def torchop_check(request: pytest.FixtureRequest) -> Any:
-    """A function that runs the check of this test, which must be marked with `torchop`."""
+    """A function that runs the check of this test. The test must be marked with `torchop`."""
     from torchop.testing import pytest_plugin  # imports PyTorch
 
     return pytest_plugin.planned_check(request)

@@ -1,4 +1,4 @@
-"""`python -m torchop accelerate`: show how much time native calls save for each operator."""
+"""`python -m torchop accelerate`: show how much time an operator saves without the dispatcher."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def accelerate(
     string.
     """
     wanted = patterns or ("*",)
-    # Import Dynamo before computing `registered_before`, because it registers operators and would
-    # otherwise only be imported by the first call.
+    # Dynamo registers operators when it is imported, often as late as in the first call. Import it
+    # before computing `registered_before`, so that its operators do not appear in the table.
     on_demand.import_dynamo()
     registered_before = set() if patterns else {row.op for row in rows_of(wanted)}
     imported = _import(modules, wanted)

@@ -42,10 +42,9 @@ _OPERATOR = "the operator"  # contains a space, so no provider can have this nam
 
 
 class Comparison(NamedTuple):
-    """How long one call takes with each of an operator's kernels, and with the operator itself.
+    """The time that one call takes with each kernel of an operator, and through the operator.
 
-    Each kernel belongs to a provider, and the operator itself runs the kernel of the provider
-    `chosen`.
+    Each kernel belongs to a provider. `chosen` is the provider whose kernel the operator runs.
     """
 
     op: str
@@ -74,10 +73,10 @@ _TIMES = "microseconds", "interval"
 
 
 class Costs(NamedTuple):
-    """How many microseconds each way of calling an operator takes, with an explanation.
+    """The time of each way to call an operator, in microseconds, and an explanation of the call.
 
-    For example, one way is to call the operator through `torch.ops` under no_grad. `explanation` is
-    the text of `torchop.explain`.
+    One way, for example, is a call through `torch.ops` under no_grad. `explanation` is the text of
+    `torchop.explain`.
     """
 
     op: str
@@ -234,7 +233,7 @@ def described(op: str, call: Call) -> str:
 def _costs(op: str, text: str | None) -> Iterator[Any]:
     """Yield a description of the call (for error messages), and then the costs.
 
-    Runs in the child process.
+    This generator runs in the child process.
     """
     with report_errors(op):
         if Operator(op, "bench").effect is not None:
@@ -275,7 +274,7 @@ def _comparisons(
 
 
 def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
-    """Yield the ways of calling an operator that `bench` times, in the child process."""
+    """Yield the ways to call an operator that `bench` compares. Runs in the child process."""
     operator = Operator(op, "bench")
     overload, schema = operator.overload, operator.schema
     if operator.function is not None and not operator.takes_structures:

@@ -1,7 +1,7 @@
 """`python -m torchop check`: run each check of `torchop.testing.check` as a pytest test.
 
-The tests run in worker processes of pytest-xdist. If a kernel crashes, only its worker process
-ends, and the report shows the crash as a failed check.
+The tests run in worker processes of pytest-xdist. If a kernel crashes, it takes down only its
+worker process, and the report shows the crash as a failed check.
 """
 
 from __future__ import annotations

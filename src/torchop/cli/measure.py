@@ -1,4 +1,4 @@
-"""Measure how much time a call to an operator takes through the dispatcher, and natively.
+"""Measure how long a call to an operator takes, both with the dispatcher and without it.
 
 Each operator runs in a separate process, because a kernel may crash or hang. For example, all
 tensors contain ones, and a kernel that does not check its indices may write out of bounds for them.
@@ -163,8 +163,8 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
 def _working(timing: Timing | Exception) -> Timing:
     if isinstance(timing, Timing):
         return timing
-    # The message mentions the ones, because they may be why the call raised: a tensor of ones can
-    # be an invalid index or permutation, for example.
+    # Mention that all tensors held ones, because this may be why the call raised. For example, a
+    # tensor of ones may be an invalid index or permutation.
     raise click.ClickException(f"a call with tensors of ones raises {first_line(timing)}")
 
 

@@ -88,7 +88,7 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 
 def _clones(lowered: Lowered) -> dict[Node, str]:
-    """Map the copies that Inductor passes to operators to the names of the copied tensors."""
+    """Map each copy that Inductor passes to an operator to the name of the copied tensor."""
     copies_back = [*filter(inductor_graphs.is_copy_back, lowered.graph.nodes)]
     copied_back = {inductor_graphs.view_root(node.all_input_nodes[-1]) for node in copies_back}
     mutated = {inductor_graphs.view_root(node.all_input_nodes[0]) for node in copies_back}
@@ -131,7 +131,7 @@ def _is_written_copy(node: Node) -> bool:
 
 
 def _parameter(function: Callable[..., Any], name: str) -> str:
-    """Replace the start of a name such as "args[0]" with the name of the first parameter."""
+    """Replace the start of a name such as "args[0]" with the name of the function's parameter."""
     found = re.match(r"args\[(\d+)\]", name)
     if found is None:
         return name

@@ -50,7 +50,7 @@ def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
 
 
 def with_fake_tensors(sample: Sample) -> tuple[Any, Sample]:
-    """Convert the tensors of a sample to fake tensors, and return their mode and the new sample."""
+    """Convert the tensors of a sample to fake tensors. Return the fake mode and the new sample."""
     mode = fake_tensors.new_fake_mode()
     return mode, mapped(sample, mode.from_tensor)
 

@@ -73,7 +73,7 @@ class CheckWorker:
         return names
 
     def run(self, name: str, limit: float, end: float) -> Result:
-        """Run a check, and report a crash or a run of over `limit` seconds as a failure."""
+        """Run a check, and report a crash or a timeout after `limit` seconds as a failure."""
         try:
             result, seconds = self._worker.ask((name, end), limit)
         except WorkerError as error:

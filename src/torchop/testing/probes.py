@@ -92,7 +92,7 @@ def signs_like(values: torch.Tensor) -> torch.Tensor:
 
 
 def negative_view(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with these values whose negative bit is set, so its memory is negated."""
+    """Return a view with these values and the negative bit set, so that its memory is negated."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 
@@ -388,7 +388,7 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
 
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a weighted sum of all results, in which each element has a different weight."""
-    # Add on the device of the results, because adding on the CPU would synchronize.
+    # Add on the device of the results, because adding on the CPU would synchronize with the device.
     device = results[0].device if results else "cpu"
     total = torch.zeros((), dtype=torch.double, device=device)
     for result in results:

@@ -31,7 +31,8 @@ def _numpy_random() -> Any:
 
 
 def _numpy_state() -> Any:
-    # Bytes are compared faster than lists, and this state is read twice for each call.
+    # Convert the keys to bytes, because bytes compare faster than lists, and this state is read
+    # twice for each call.
     kind, keys, *rest = _numpy_random().get_state()
     return kind, keys.tobytes(), *rest
 
@@ -102,7 +103,7 @@ def _affinity() -> Any:
 
 
 def _decimal_context() -> tuple[int, str]:
-    """Return the settings of this thread's decimal context, without the flags of operations."""
+    """Return the settings of this thread's decimal context, but not the flags set by operations."""
     context = decimal.getcontext()
     return context.prec, context.rounding
 

@@ -208,7 +208,7 @@ def followup_in_words(operator: Operator, result: Result, first: Result) -> str:
 
 
 def _argument(operator: Operator, result: Result) -> str:
-    """Return the argument that the failure message mentions, or else the first tensor argument."""
+    """Return the argument named in the failure message, or the first tensor if there is none."""
     tensors = [a.name for a in operator.schema.arguments if "Tensor" in a.kind]
     number = re.search(r"gradient at index (\d+)", result.message)
     if number and int(number[1]) < len(operator.schema.arguments):

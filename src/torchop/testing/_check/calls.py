@@ -37,7 +37,7 @@ class ValidError(ValueError):
 
 
 class ForkError(Exception):
-    """Recorded as the error of a call that forked the process, so that it is not made again."""
+    """Recorded as the error of a call that forked the process, so that the call is not repeated."""
 
 
 REJECTED = "'valid' of register_examples rejects it"

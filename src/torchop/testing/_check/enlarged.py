@@ -28,7 +28,8 @@ def uneven(subject: Subject, example: Example) -> Iterator[Case]:
 
 def counts(subject: Subject, example: Example) -> Iterator[Case]:
     """Remove or repeat the last tensor of a list."""
-    # C++ kernels may read beyond the end of a shorter list.
+    # C++ kernels may read beyond the end of a shorter list, so change lists for Python kernels
+    # only.
     if subject.operator.function is None:
         raise CannotCheck("the kernel is not a Python function")
     named = subject.by_name(example)
@@ -45,7 +46,8 @@ def unequal(subject: Subject, example: Example) -> Iterator[Case]:
     A formula or fake kernel that mixes up two dimensions still gives correct results for square
     matrices, so the original example does not reveal the bug.
     """
-    # C++ kernels may read out of bounds if the shapes of their arguments do not match.
+    # C++ kernels may read out of bounds if the shapes of their arguments do not match, so change
+    # shapes for Python kernels only.
     if subject.operator.function is None:
         raise CannotCheck("the kernel is not a Python function")
     names = subject.names(example)

@@ -80,8 +80,8 @@ _OF_GRADIENTS = (
     "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
-# Maps each check to the checks whose failures it probably explains, provided that it fails even for
-# the unmodified example. Some keys also name the kind of failure (see `_key`).
+# If the check in the key fails even for the unmodified example, it probably explains failures of
+# the checks in the value. Some keys also name the kind of failure (see `_key`).
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.schema: write": (*_OF_GRADIENTS, "sharing.*", "subsystems.vmap*"),
@@ -154,7 +154,8 @@ def _key(failure: Result) -> str:
     check = failure.check.partition("[")[0]
     if check == "contracts.schema" and "UndeclaredMutationError" in failure.message:
         # The other checks pass fresh copies of the arguments to each call, so an undeclared write
-        # does not affect the results that they compare. Swapping the storage of an argument does.
+        # does not affect the results that they compare. However, swapping the storage of an
+        # argument does.
         return check if "swapped" in failure.message else f"{check}: write"
     if check == "subsystems.saved" and failure.group == "incoming":
         return f"{check}: incoming"
@@ -171,7 +172,8 @@ def _explains(one: Result, other: Result) -> bool:
     is_plain = one.group in ("plain", "gradient", "incoming") or first == "memory.contiguous"
     if is_plain or first == "dtypes.double":
         return _is_named(second, _EXPLAINS.get(_key(one), ()))
-    # Compilers call the fake kernel with sizes and strides that differ from the example.
+    # Compilers also call the fake kernel with other sizes and strides than those of the example, so
+    # a wrong fake kernel probably explains why a compiled program fails.
     if first == "subsystems.fake" and _is_named(second, _OF_COMPILERS):
         return True
     # A kernel that ignores strides fails for other layouts, and also for arguments that share

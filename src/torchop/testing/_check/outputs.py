@@ -15,7 +15,7 @@ from torchop.testing._check.subject import Subject
 
 def other_out(subject: Subject, example: Example) -> Iterator[Case]:
     """Give the `out=` arguments no elements, or one column less."""
-    # Operators of torch.library often lack torch.Tag.out, so look at the schema instead.
+    # Operators defined with torch.library often lack torch.Tag.out, so look at the schema instead.
     schema = subject.op._schema
     writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     returns_them = all(each.alias_info is not None for each in schema.returns)

@@ -118,7 +118,7 @@ def _no_such_check() -> str:
 
 
 def _planned(subject: Subject) -> Iterator[Check]:
-    """Yield the checks of the reference kernel and of each provider, the costly checks last."""
+    """Yield the checks of the reference kernel and of each provider, with costly checks last."""
     with_provider = list(providers.of_providers(subject))
     for is_costly in (False, True):
         some = [kind for kind in CHECKS if kind.is_costly is is_costly]
@@ -134,7 +134,7 @@ def _planned(subject: Subject) -> Iterator[Check]:
 
 
 def run_check(check: Check, *, end: float = math.inf) -> Result:
-    """Run one check and return its result, which also reports exceptions.
+    """Run one check and return its result, which also reports exceptions raised by the check.
 
     `end` is the deadline, as a value of `time.perf_counter`. A check that does not finish before
     the deadline has the outcome "not run".

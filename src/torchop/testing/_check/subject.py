@@ -306,7 +306,7 @@ class Subject:
         return options
 
     def has_kernel(self, *keys: str) -> bool:
-        """Return whether the operator has a kernel for a given key or CompositeImplicitAutograd."""
+        """Return whether a kernel is registered for a key or for CompositeImplicitAutograd."""
         return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
 
     def is_for(self, device_type: str) -> bool:

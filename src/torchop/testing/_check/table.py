@@ -184,8 +184,8 @@ _LAYOUTS = (
 )
 _SIZES = "empty single longer"
 # A kernel may violate its schema for a single dtype or layout, so try nearly all variants. Leave
-# out arguments that share memory, because a declared write to one of them also changes the others,
-# and the slow variant "blocks".
+# out the slow variant "blocks", and variants whose arguments share memory, because there a declared
+# write to one argument also changes the others.
 _ALL_VARIANTS = " ".join(
     name
     for name, each in VARIANTS.items()

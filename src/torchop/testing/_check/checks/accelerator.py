@@ -20,7 +20,7 @@ from torchop.testing._check.subject import Subject
 
 
 def runs_on_devices(call: Call, devices: Sequence[str]) -> None:
-    """Check that calls on each of the devices have the same outcome as a call on the CPU."""
+    """Check that an operator returns the same results on each of the devices as on the CPU."""
     on_cpu = call.example.map(torch.Tensor.cpu)
     expected = call.again(on_cpu)
     for before, device in itertools.pairwise(("cpu", *devices)):

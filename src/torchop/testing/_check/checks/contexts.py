@@ -132,8 +132,9 @@ def maps_gradients_like_a_loop(call: Call) -> None:
 def runs_in_autocast(call: Call, before: Any = None) -> None:
     """Check that a call under autocast agrees with a call without autocast.
 
-    An operator's autocast rule may cast all, some or none of the inputs, so the call may agree with
-    any of these. If `before` is given, first call the operator under autocast with these arguments.
+    An operator's autocast rule may cast all, some or none of the inputs, so accept the results for
+    any of these choices. If `before` is given, first call the operator under autocast with these
+    arguments.
     """
     tensors = call.tensors
     device = tensors[-1].device

@@ -278,7 +278,7 @@ def uses_its_default(call: Call, name: str) -> None:
 
 
 def declares_its_default(call: Call, name: str, default: Any, of_kernel: Any) -> None:
-    """Report that a Python kernel has another default than the schema."""
+    """Report that an argument of a Python kernel has a different default from the schema."""
     raise AssertionError(
         f"{name}: the default is {default!r} in the schema, and {of_kernel!r} in the kernel. The "
         "dispatcher drops arguments that are equal to the default in the schema, so the kernel "

@@ -171,7 +171,8 @@ def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]
         except BaseException as error:
             answer.set_exception(error)
 
-    # The provider priority is a context variable, so run the thread in a copy of this context.
+    # The provider priority is stored in a context variable, so run the thread in a copy of this
+    # context.
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(differentiate,), daemon=True).start()
     try:

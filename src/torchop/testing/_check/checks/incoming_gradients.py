@@ -1,4 +1,4 @@
-"""Checks that backward supports incoming gradients in any layout, and inputs without grad."""
+"""Check that backward supports incoming gradients in any layout, and inputs without grad."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def has_no_memory(call: Call, others: Any) -> None:
     same = tuple(call.example.copy())
     probes.outcome(call.op, *same)
     probes.mapped(same, lambda t: t.copy_(_minus_twice(t)))
-    # Make 32 copies, because the allocator may reuse the addresses of earlier arguments for some.
+    # Make 32 copies, because the allocator may place some copies at the addresses of earlier
+    # arguments.
     elsewhere = [probes.copies(same) for _ in range(32)]
     try:
         here, *there = (probes.outcome(call.op, *each) for each in (same, *elsewhere))
@@ -59,7 +60,7 @@ def _minus_twice(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_the_first(call: Call, before: Any, first: Any) -> None:
-    """Check that a call returns `first`, its outcome in a new process, after the call `before`.
+    """Check that a call after the call `before` returns `first`, its result in a new process.
 
     A faulty kernel may keep a value from its first call, such as a lookup table for the sizes of
     that call. All later calls in this process then agree with each other, so only a comparison with
@@ -78,7 +79,7 @@ def is_the_first(call: Call, before: Any, first: Any) -> None:
 
 
 def note_first_outcomes(subject: Subject) -> None:
-    """Record outcomes of calls in forks, before this process calls the operator itself.
+    """Record the outcomes of calls in forked processes, before this process makes any call.
 
     Each fork makes a single call, so its outcome cannot depend on earlier calls.
     """
@@ -111,8 +112,8 @@ def _in_a_fork(call: Call) -> list[Any]:
         torch.save(outcome, file)
         return file.getvalue()
 
-    # The fork answers in a new thread. Run it in a copy of the caller's context, which contains the
-    # provider priority.
+    # The forked process makes the call in a new thread. Run it in a copy of the caller's context,
+    # which contains the provider priority.
     run = contextvars.copy_context().run
     worker = Worker(lambda request: run(answer, request))
     try:

@@ -75,8 +75,8 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     # full collection clears CPython's free lists, which would otherwise look like a leak. Freeze
     # all existing objects first, so that these collections skip them and stay fast.
     gc.freeze()
-    # For each counter: a function that reads it, and the smallest growth per call that counts as a
-    # leak.
+    # Maps each counter to a function that reads it, and to the smallest growth per call that counts
+    # as a leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
         "open files": (open_files, 1),
         "threads": (count_threads, 1),

@@ -135,7 +135,7 @@ def keeps_no_input(call: Call) -> None:
         raise AssertionError(f"the memory of {alive[0]} is not released after the call.")
 
 
-# Common values of variables that turn a feature on or off. None unsets the variable.
+# Common values of environment variables that turn a feature on or off. None unsets the variable.
 _ENVIRONMENT = ("1", "0", "", "on", None)
 
 
@@ -377,7 +377,8 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
         except BaseException as error:
             problems.append(error)
 
-    # The provider priority is a context variable, so run each thread in a copy of this context.
+    # The provider priority is stored in a context variable, so run each thread in a copy of this
+    # context.
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, *pair), daemon=True)
         for pair in pairs
