@@ -166,7 +166,7 @@ def _run_suite(
     baseline: Path | None,
     json_path: Path | None,
 ) -> int:
-    """Run pytest with the options of the plugin, and return its exit code."""
+    """Run pytest with the options of torchop's pytest plugin, and return its exit code."""
     require("pytest", "check --from-tests", "check")
     words = list(command)
     if Path(words[0]).name.startswith("python") and words[1:2] == ["-m"]:

@@ -161,7 +161,7 @@ def _is_of_pytorch(name: str) -> bool:
 
 
 class _Checker:
-    """Implements `_core.checking.Checker` by comparing snapshots before and after each call."""
+    """Implement `_core.checking.Checker` by comparing snapshots before and after each call."""
 
     def kernel(
         self,

@@ -120,7 +120,7 @@ def _copies_of_layouts(lowered: Lowered) -> Iterator[tuple[Node, str]]:
 
 
 def _is_written_copy(node: Node) -> bool:
-    """Return whether a node is an updated copy of an argument, returned by a helper operator.
+    """Return whether a node is an argument's updated copy, as returned by a helper operator.
 
     torchop's helper operators whose names end in `__functional` copy the arguments to be mutated,
     write into the copies and return them.

@@ -190,8 +190,8 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # `holders` is empty if the kernel replaced the storage of a mutable input, because no input
-        # uses the old storage any more. In this case, there is nothing to report.
+        # `holders` is empty if the kernel replaced the storage of a mutable input. The change is
+        # then harmless, because no input uses the old storage any more.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "

@@ -174,7 +174,7 @@ class Call:
         return probes.outcome_of_copies(self.op, *(self.example if example is None else example))
 
     def function(self) -> tuple[Any, list[Tensor]]:
-        """Return the call as a function of the tensors that require grad, and these tensors."""
+        """Return the call as a function of the tensors that require grad, along with these."""
         return probes.as_function(self.op, *self.example.copy())
 
     # Probes must change values through the following three methods, which apply the `valid`

@@ -80,7 +80,7 @@ def sliced(tensor: Tensor, finite: bool = False) -> Tensor:
 
 
 def expanded(tensor: Tensor, finite: bool = False) -> Tensor:
-    """Expand a slice of the tensor along its first dimension of size 2 or more (with stride 0)."""
+    """Repeat the first slice along the first dimension of more than one element, with stride 0."""
     dims = [d for d, size in enumerate(tensor.shape) if size > 1]
     if not dims:
         raise CannotCheck("no tensor has a dimension of more than one element")

@@ -195,7 +195,7 @@ class _OutOfTime(Exception):  # noqa: N818  (not an error)
 
 
 class _Run:
-    """Runs the cases of one check (a call and a probe each) until the first failure."""
+    """Run the cases of one check (a call and a probe each) until one of them fails."""
 
     def __init__(self, check: Check, end: float) -> None:
         self.check, self.end = check, end

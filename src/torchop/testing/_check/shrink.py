@@ -39,7 +39,7 @@ def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: flo
 
 
 def _smaller(example: Example) -> Iterator[Example]:
-    """Yield smaller and simpler versions of an example, with the boldest reductions first."""
+    """Yield smaller and simpler versions of an example, with the largest reductions first."""
     present = sorted(sizes(example), reverse=True)
     bold = {size: 2 for size in present if size > 2}
     changes = [bold] if len(bold) > 1 else []

@@ -186,7 +186,7 @@ class Subject:
         return self._calls[case]
 
     def known(self, case: Case, call: Call) -> Case:
-        """Make `call(case)` return an existing call instead of a new one, and return the case."""
+        """Cache an existing call so that `call(case)` returns it, and return the case."""
         self._calls[case] = call
         return case
 
@@ -283,7 +283,7 @@ class Subject:
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def scalars(self, example: Example) -> dict[str, Any]:
-        """Return the arguments of a call by name, including omitted float and bool defaults."""
+        """Return the arguments of a call by name, with the defaults of omitted floats and bools."""
         defaults = {a.name: a.default for a in self.schema.arguments}
         numbers = {name: each for name, each in defaults.items() if type(each) in (bool, float)}
         return {**numbers, **self.by_name(example).kwargs}
@@ -402,7 +402,7 @@ class Subject:
 
     @functools.cached_property
     def trainable_examples(self) -> list[Example]:
-        """The examples with gradients enabled, in double if the operator supports it."""
+        """The examples with tensors that require grad, in double if the operator supports it."""
         if self.takes_double:
             return self.double_examples
         return self._requiring_grad(_samples.single, "no float32 kernel")

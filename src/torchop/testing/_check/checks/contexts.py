@@ -244,7 +244,8 @@ def takes_subclasses(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Each function yields the cases of one check. Reports print the first line of its docstring.
+# Each of these functions yields the cases of one check (the calls that it makes). Reports print the
+# first line of the docstring as the question that the check answers.
 
 
 def vmap(subject: Subject, details: Details) -> Iterator[Case]:

@@ -216,7 +216,8 @@ def same_gradients(call: Call, ways: Sequence[str]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Each function yields the cases of one check. Reports print the first line of its docstring.
+# Each of these functions yields the cases of one check (the calls that it makes). Reports print the
+# first line of the docstring as the question that the check answers.
 
 gradient_case = functools.partial(Case, group="gradient")
 

@@ -242,7 +242,8 @@ def leaves_process_alone(
 
 
 # --------------------------------------------------------------------------------------------------
-# Each function yields the cases of one check. Reports print the first line of its docstring.
+# Each of these functions yields the cases of one check (the calls that it makes). Reports print the
+# first line of the docstring as the question that the check answers.
 
 
 def repeated(subject: Subject, details: Details) -> Iterator[Case]:

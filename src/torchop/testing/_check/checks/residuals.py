@@ -104,8 +104,8 @@ def _tensors(form: Any, result: Any) -> list[Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The function that yields the cases of the residuals check. Reports print the first line of its
-# docstring as the question that the check answers.
+# This function yields the cases of the check of residuals (the calls that it makes). Reports print
+# the first line of its docstring as the question that the check answers.
 
 
 def residuals(subject: Subject, details: Details) -> Iterator[Case]:
