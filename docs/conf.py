@@ -21,8 +21,8 @@ author = "The torchop developers"
 project_copyright = "2026, The torchop developers"
 release = version = torchop.__version__
 
-# Edit links need the URL "Repository" in pyproject.toml, and link previews need "Documentation".
-# If a URL is missing, the pages are built without these links.
+# Edit links need the URL "Repository" from pyproject.toml, and link previews need "Documentation".
+# While a URL is missing there, the pages are simply built without the corresponding links.
 _pyproject = Path(__file__).parents[1] / "pyproject.toml"
 _addresses = tomllib.loads(_pyproject.read_text(encoding="utf-8"))["project"].get("urls", {})
 
@@ -41,7 +41,7 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
-# Docstrings mark code with single backticks, as in Markdown, so this role renders them.
+# Our docstrings mark code with single backticks, as in Markdown, so render those as code.
 default_role = "code-or-link"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -51,12 +51,12 @@ python_maximum_signature_line_length = 80
 # Generate a page for each object in the tables of `reference/index.md`.
 autosummary_generate = ["reference/index.md"]
 autosummary_context = reference.context()
-# Use stored inventories, so that the build works without a network.
+# These inventories are checked in, so the documentation also builds without network access.
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", "_inventories/python.txt"),
     "torch": ("https://docs.pytorch.org/docs/stable/", "_inventories/torch.txt"),
 }
-# Create anchors for headings, so that pages can link to the headings of other pages.
+# Give headings an anchor, so that pages can link to each other's headings.
 myst_heading_anchors = 3
 
 html_theme = "furo"
@@ -72,19 +72,19 @@ if "Repository" in _addresses:
     }
 html_search_scorer = str(Path(__file__).parent / "_extensions" / "search_scorer.js")
 
-# These options set the title, text and image that link previews show for a page.
+# The title, text and image that a link preview shows for a page.
 ogp_site_url = _addresses.get("Documentation", "")
 ogp_image = "_static/link.png" if ogp_site_url else None
 ogp_image_alt = "The cost of a call with torchop and with torch.library"
 ogp_social_cards = {"enable": False}  # drawing a picture for each page takes a minute
 
-# The copy button skips console prompts. Output blocks have no copy button.
+# Code blocks have a copy button that leaves out console prompts. Output blocks have none.
 copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-# The pages explain how to install torchop from a checkout. When torchop is on a package index,
-# `published` changes these explanations while Sphinx reads a page.
+# The pages explain how to install torchop from a checkout. Once torchop is on a package index,
+# `published` rewrites these instructions while Sphinx reads a page.
 published = runpy.run_path(str(Path(torchop.__file__).parents[2] / "hatch_build.py"))["published"]
 
 

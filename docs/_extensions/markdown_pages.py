@@ -35,7 +35,7 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]  # it has no types
 
 def markdown(html: str) -> str:
     """Convert the main part of an HTML page to Markdown."""
-    # Cut out the article before parsing, because parsing the sidebars takes most of the time.
+    # Cut out the article before parsing, since parsing the sidebars would take most of the time.
     html = html[html.index("<article") : html.index("</article>")]
     article = BeautifulSoup(html, "html.parser").find("article")
     assert isinstance(article, Tag), "every page of the theme has an article"

@@ -160,9 +160,9 @@ def link_errors(
 def leave_out_the_operator(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Remove the entry of the argument `op` from the docstring of a method.
+    """Remove the entry for `op` from the docstring of a handle's method.
 
-    The docstring was written for the function form, whose first argument is the operator.
+    The method shares its docstring with a function that takes the operator as its first argument.
     """
     if what != "method" or not name.startswith("torchop.CustomOp."):
         return
@@ -199,8 +199,8 @@ def error_page(
 def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
     """Remove the pages of individual objects from the sidebar.
 
-    The tables of the reference link to these pages. Adding a hundred entries to the sidebar of
-    every page would take most of the build time.
+    The tables of the reference already link to these pages, and adding a hundred entries to every
+    page's sidebar would take up most of the build time.
     """
     for node in list(doctree.findall(autosummary_toc)):
         node.parent.remove(node)
@@ -209,8 +209,8 @@ def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
 def begin_with_the_sentence(app: Sphinx, doctree: nodes.document) -> None:
     """Move the first sentence of an object's page above the signature.
 
-    Otherwise a long signature could push the sentence off the screen. Also remove a decorator's
-    second signature if it has the same parameters as the first one.
+    Otherwise, a long signature could push this sentence off the screen. If a decorator has a second
+    signature with the same parameters as the first one, remove it as well.
     """
     if not app.env.current_document.docname.startswith("reference/api/"):
         return
@@ -237,7 +237,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_role("code-or-link", code_or_link)
     app.add_role("error-page", error_page)
     app.connect("autodoc-process-docstring", link_errors)
-    # This must run before napoleon replaces the sections of the docstring.
+    # Run this before napoleon, which converts docstring sections such as Args to reST.
     app.connect("autodoc-process-docstring", leave_out_the_operator, priority=100)
     app.connect("doctree-read", begin_with_the_sentence)
     app.connect("doctree-read", leave_out_of_the_sidebar, priority=100)  # before it is collected

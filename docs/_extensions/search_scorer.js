@@ -1,6 +1,7 @@
-/* Rank search results. Sphinx ranks a page by the best single word, so a page whose title has one word
-   of the query beats a heading that has all of them. This scorer ranks a page or section first if its
-   title has all words of the query, and links to the section. The constants are Sphinx's defaults. */
+/* Rank search results. Sphinx ranks a page by its single best word, so a page with one word of the query
+   in its title beats a section with all of them in its heading. This scorer instead puts pages and
+   sections first if their title contains every word of the query, and links directly to the section.
+   The constants are Sphinx's defaults. */
 var Scorer = {
   objNameMatch: 11,
   objPartialMatch: 6,
@@ -28,8 +29,8 @@ var Scorer = {
     return score + best;
   },
 
-  /* Return 45 if the heading equals the query, less if the heading has more words, and 0 if it lacks a
-     word of the query. If a word of the heading only begins with a word of the query, return less. */
+  /* Return 45 if the heading equals the query, less if it has more words than the query, and 0 if any
+     word of the query is missing. Words that only match as a prefix also reduce the score. */
   likeness: (query, heading) => {
     const of = (word) =>
       heading.includes(word) ? 1 : heading.some((other) => other.startsWith(word)) ? 0.7 : 0;
