@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # creating a Protocol class is slow
         def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     class OperatorDecorator(Protocol):
-        # The overloads overlap on purpose: type checkers use the first one that matches.
+        # These overloads overlap on purpose, because type checkers use the first match.
         @typing.overload
         def __call__(self, cls: type[_WithForward[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
         @typing.overload
@@ -48,26 +48,26 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     """Define an operator with a class that has kernels and rules as members.
 
     The decorator replaces the class with the operator's handle, a `CustomOp`. Members are inherited
-    from base classes, so several operators can share rules; set an inherited member to None to
-    remove it. Names that start with an underscore are ignored.
+    from base classes, so several operators can share their rules; to drop an inherited member, set
+    it to None. Names that start with an underscore are ignored.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
         lib: the library that owns the operator. By default, the operator lives as long as the
             process.
 
-    The class may have the following members. They are static functions, unless stated otherwise:
+    The class may have the following members. Unless stated otherwise, they are static functions:
 
     - `forward`: the kernel for all devices. The schema is inferred from the annotations.
     - `cpu`, `cuda` and all other device types: kernels for these devices. Without `forward`, the
-      class must also define the schema: as a string `schema`, or by the annotations of a function
-      `signature`, which is never called.
+      class must also provide the schema, either as a string `schema` or through the annotations of
+      a function `signature`, which is never called.
     - `fake`, `vmap`, `backward`, `jvp` and `setup_context`: the functions for the methods
       `register_fake`, `register_vmap` and so on. `fake` may also be a dict of keyword arguments of
       `register_fake`, `backward` may be `torchop.derived`, and `vmap` may be `"sequential"`.
     - `backward_kernel`, instead of `backward` and `setup_context`: see `register_autograd`.
-    - `contiguous_grads`: True if `backward` or `backward_kernel` ignores strides, so it must
-      receive contiguous gradients.
+    - `contiguous_grads`: True to pass contiguous gradients to `backward` or `backward_kernel`,
+      which is necessary if it ignores strides.
     - `autocast`: a dtype, a policy such as `"low_precision"`, or a dict of these by device type.
     - `layouts`: a dict from arguments to layouts; see `register_layout`.
     - `torch_dispatch`: a dict from modes or Tensor subclasses to functions.
@@ -75,8 +75,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
       `derive_inplace` and `derive_out`.
     - `examples`: a function that yields sample inputs for `opcheck`, each as a tuple of arguments
       or a dict of arguments by name.
-    - `valid`: a function that returns whether arguments are valid. It filters the inputs that tools
-      generate from `examples`.
+    - `valid`: a function that returns whether arguments are valid. Tools use it to filter the
+      inputs that they generate from `examples`.
     - `inverse`, `checkpoint_policy` and the name of every other `torchop.Rule`: the value to
       register for this rule.
     - `providers`: a dict from the names of providers to dicts of arguments of `register_kernel`.
@@ -90,7 +90,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     Raises:
         TypeError: a member is unknown, not static, or missing. Nothing is defined.
         TypeError, ValueError: see `custom_op` and the registration methods. If one of these raises,
-            the operator is deregistered again.
+            the operator is deregistered, so nothing remains.
 
     Example:
         >>> import torch, torchop
@@ -144,7 +144,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
 
 class ClassReading(NamedTuple):
-    """The members of a class, grouped by how they are registered.
+    """The members of an operator class, grouped by how they are registered.
 
     Attributes:
         function: the function that defines the operator, usually the member `forward`.
@@ -188,7 +188,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
         elif is_device_type(name):
             _check_member(what, name, value, Member())
             kernels[name] = value
-        elif name == "device_types":  # an easy mistake to make, because custom_op has this option
+        elif name == "device_types":  # an easy mistake, because custom_op has this option
             raise TypeError(
                 f"{what} has the member 'device_types'. Name the kernel for one device after the "
                 "device, such as 'cpu'. The member 'forward' is the kernel for all devices."
@@ -216,7 +216,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
 def _public_members(cls: type) -> dict[str, Any]:
     """Return the public members of a class and its base classes.
 
-    Setting an inherited member to None removes it, as with `__hash__ = None`.
+    As with `__hash__ = None`, setting an inherited member to None removes it.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -251,9 +251,9 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Return the member `forward`. If there is none, return a function that raises when called.
+    """Return the member `forward`, or a function that raises when called if there is none.
 
-    That function has the same signature as the member `signature` or, without one, as a kernel.
+    That function has the signature of the member `signature` or, without one, of a kernel.
     """
     if "forward" in members:
         if "signature" in members:
@@ -284,7 +284,7 @@ def _function(
         )
 
     code = getattr(inspect.unwrap(template), "__code__", None)
-    if code is not None:  # error messages locate the operator by this code object
+    if code is not None:  # error messages use it to locate the operator
         no_kernel.__code__ = no_kernel.__code__.replace(
             co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
         )
@@ -294,8 +294,8 @@ def _function(
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function with the name, module and docstring of the class.
 
-    The handle takes these attributes from the function. Copy the function instead of wrapping it,
-    because a wrapper would add a Python frame to every call.
+    The handle takes these attributes from the function. We copy the function instead of wrapping
+    it, because a wrapper would add a Python frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

@@ -18,8 +18,8 @@ from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The default value of required arguments. It lets us raise an error that shows how to write the
-# decorator, which Python's own error for a missing argument would not.
+# The default of required arguments. With a default, a call that omits one reaches us, and we can
+# raise an error that shows how to write the decorator.
 MISSING: Any = object()
 
 
@@ -69,7 +69,7 @@ def custom_op(
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name
             of your package.
-        fn: the kernel. The schema is inferred from its annotations. An argument of a structured
+        fn: the kernel, from whose annotations the schema is inferred. An argument of a structured
             type, such as a dataclass or a tuple, becomes several arguments of the schema, but the
             function still receives the object.
         mutates_args: the names of the tensor arguments that the function writes into. `()` means
@@ -79,18 +79,18 @@ def custom_op(
             must match the annotations.
         tags: a `torch.Tag`, or several.
         effects: pass `"ordered"` or `EffectType.ORDERED` if the function has a side effect that the
-            schema does not show, such as logging. Compilers then preserve all calls and their
-            order. Pass `"none"` if the function returns nothing and compilers may remove calls to
-            it.
+            schema does not show, such as logging, so that compilers keep every call in the original
+            order. Pass `"none"` if the function returns nothing and compilers may still remove
+            calls to it.
         compile: pass `"inline"` to let compilers trace into the function and optimize the operators
-            in it. Use a mapping such as `{"inductor": "inline"}` to do so only for some backends.
+            in it, or a mapping such as `{"inductor": "inline"}` to do so only for some backends.
             The function then also serves as the default fake kernel. Exported programs still
-            contain the operator, and gradients still use the registered formula.
+            contain the operator itself, and gradients still use the registered formula.
         priority: the names of providers (alternatives to the kernel), in the order that calls try
             them. The first provider that supports a call runs it; see `register_kernel`.
-        residuals: the names and types of extra results of the kernel that only the backward pass
-            uses, such as `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate
-            the result with `torchop.Residuals`.
+        residuals: the names and types of extra kernel results that only the backward pass uses,
+            such as `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate the
+            result with `torchop.Residuals`.
         lib: the library that owns the operator. By default, the operator lives as long as the
             process.
 
@@ -107,9 +107,8 @@ def custom_op(
     Warns:
         SchemaWarning: the function neither returns nor mutates anything, and `effects` is not
             given. `torch.compile` will raise an error for calls to it.
-        RedefinitionWarning: another function already defined an operator with this name. There is
-            no warning if the same definition runs again, as in a reloaded module or a notebook
-            cell.
+        RedefinitionWarning: another function already defined an operator with this name. Running
+            the same definition again, as in a reloaded module or a notebook cell, does not warn.
 
     Example:
         >>> import torch, torchop
@@ -181,13 +180,13 @@ def triton_op(
     """Turn a function that launches Triton kernels into an operator.
 
     `torch.compile` traces into the function, so Inductor can optimize the kernels together with the
-    surrounding code. Exported programs contain the operator itself.
+    code around the call. Exported programs contain the operator itself.
 
-    In the function, launch kernels with `wrap_triton(kernel)[grid](...)`, which compilers can
-    trace. Eager calls launch the kernels directly.
+    Inside the function, launch kernels with `wrap_triton(kernel)[grid](...)`, so that compilers can
+    trace the launches. Eager calls launch the kernels directly.
 
-    If you register another kernel for some devices, such as the CPU, compiled programs call that
-    kernel on those devices. The operator then needs a fake kernel to work on machines without
+    If you register a different kernel for some devices, such as the CPU, compiled programs call it
+    on these devices. In this case, the operator needs a fake kernel to work on machines without
     Triton.
 
     Args:
@@ -221,8 +220,8 @@ def triton_op(
 
     @compilers.eager_only
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # This calls into PyTorch and may raise, so call it before defining the operator. Then an
-        # error leaves nothing registered.
+        # Find the Triton kernels before defining the operator. This calls into PyTorch, which may
+        # raise an error, and then nothing must remain registered.
         kernels = compilers.triton_kernels(function)
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True

@@ -42,7 +42,7 @@ def declare(
 ) -> Declaration:
     """Check a function and the options of `custom_op`, and return the operator's declaration.
 
-    This makes all checks that are possible before the operator exists. `place` is the line of user
+    All checks that are possible before the operator exists happen here. `place` is the line of user
     code that defines the operator, and `launches` is True for a `triton_op`.
     """
     what = f"custom_op({str(name)!r})"
@@ -73,7 +73,8 @@ def declare(
         kernel,
         Site.of(inspect.unwrap(function) if saved else function, place),
         devices,
-        # Compilers recognize in-place and out= operators only by their tags, so add the tags here.
+        # Add the tags of the form, because compilers recognize in-place and out= operators only by
+        # these tags.
         tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
         effect=effect,
         inlined=inlined,
@@ -86,7 +87,7 @@ def declare(
 
 
 def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that `wrap_triton` launches kernels directly, without tracing them."""
+    """Wrap a function so that `wrap_triton` launches kernels directly instead of tracing them."""
 
     @functools.wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:

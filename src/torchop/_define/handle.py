@@ -38,7 +38,7 @@ class _FunctionSignature:
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
             if compilers.torchscript_is_inspecting():
-                # If we returned a signature, TorchScript would compare it with the parameters of
+                # TorchScript would compare a signature that we return with the parameters of
                 # `__call__`, which are just `*args` and `**kwargs`.
                 raise ValueError("TorchScript must not inspect the signature of a handle.")
             return inspect.signature(handle.__wrapped__)
@@ -53,21 +53,20 @@ def _of_rule(kind: type[CompiledRule[Any]], read: Callable[[Any], Any]) -> prope
 class CustomOp(Registrations, Generic[P, R]):
     """The handle of an operator: call it like the function, and register rules with its methods.
 
-    `torchop.custom_op` and the other definition functions return handles. `CustomOp` subclasses
-    `torch._library.custom_ops.CustomOpDef`, so Dynamo, Inductor's autotuning and
-    `torch.library.register_*` accept handles.
+    `torchop.custom_op` and the other functions that define operators return a handle. `CustomOp`
+    subclasses `torch._library.custom_ops.CustomOpDef`, so Dynamo, Inductor's autotuning and
+    `torch.library.register_*` accept handles as well.
 
-    The methods `register_*` work like the functions of the same name in `torch.library`, and can be
-    used as decorators.
+    The `register_*` methods work like the functions of the same name in `torch.library`, also as
+    decorators.
 
     Attributes:
         overload: the `torch._ops.OpOverload` of the operator.
         schema: the schema, a `torch.FunctionSchema`.
         name: the qualified name, `"ns::name"`.
         tags: the `torch.Tag` members of the operator, including `pt2_compliant_tag`.
-        inplace: the in-place form, a `CustomOp`, once `derive_inplace` has defined it; None before
-            that.
-        out: the out= form, a `CustomOp`, once `derive_out` has defined it; None before that.
+        inplace: the in-place form, a `CustomOp`. None until `derive_inplace` has defined it.
+        out: the out= form, a `CustomOp`. None until `derive_out` has defined it.
         source: the source code of the generated function that flattens structured arguments, such
             as dataclasses; None if there are no structured arguments.
 
@@ -82,19 +81,19 @@ class CustomOp(Registrations, Generic[P, R]):
         tensor([0.5000, 0.5000])
     """
 
-    # The C++ extension (csrc/handle.cpp) uses these slots to store a vectorcall function and an
-    # `Entry`, the object that runs native calls. Never read `_native_call` from Python, because
-    # this slot holds a raw pointer and not a Python object.
+    # In these slots, the C++ extension (csrc/handle.cpp) stores a vectorcall function and an
+    # `Entry`, the object that runs calls without the dispatcher. Never read `_native_call` from
+    # Python, because this slot holds a raw pointer instead of a Python object.
     __slots__ = ("_native_call", "_native_entry")
 
     inplace: CustomOp[..., Any] | None = None
     out: CustomOp[..., Any] | None = None
 
     def __init__(self, definition: Definition) -> None:
-        # Do not call CustomOpDef.__init__, which would define the operator a second time.
+        # Skip CustomOpDef.__init__, which would define the operator a second time.
         function = definition.authors_function
         self._definition = definition
-        # Do not use functools.wraps, because partials and callable objects have no `__name__`.
+        # functools.wraps would fail for partials and callable objects, which have no `__name__`.
         self._init_fn = self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
@@ -106,14 +105,14 @@ class CustomOp(Registrations, Generic[P, R]):
     __signature__: Any = _FunctionSignature()
 
     if TYPE_CHECKING:
-        # Declare `__call__` as an attribute: if it were a method with a ParamSpec, Jedi would show
-        # the parameters as (*args, **kwargs).
+        # Declare `__call__` as an attribute, because for a method with a ParamSpec, Jedi shows the
+        # parameters as (*args, **kwargs).
         __call__: Callable[P, R]
     else:
 
         def __call__(self, /, *args, **kwargs):
             # Skip this check while tracing, because Dynamo cannot trace the lock of a cached
-            # property. For traced calls, `HandleVariable` checks the arguments
+            # property. `HandleVariable` checks the arguments of traced calls instead
             # (_compat/dynamo_variables.py).
             if not torch.compiler.is_compiling():
                 refused = self._refusal_of_tensors(args, kwargs)
@@ -148,7 +147,7 @@ class CustomOp(Registrations, Generic[P, R]):
         return f"<torchop.CustomOp {'; '.join([self._written_signature(), *self._registered()])}>"
 
     def _written_signature(self) -> str:
-        """Return the schema, or the author's signature if the schema is a flattened form of it."""
+        """Return the schema, or the author's signature if the schema has flattened arguments."""
         definition = self._definition
         if definition.structure is None:
             return definition.schema.text
@@ -173,8 +172,8 @@ class CustomOp(Registrations, Generic[P, R]):
             "operators in the class form, put them into a plain class that both inherit from."
         )
 
-    # Like functions, handles are copied and pickled by reference, so a pickle contains only the
-    # names of the operator and of the module that defines it.
+    # Handles are copied and pickled by reference, like functions: a pickle contains only the names
+    # of the operator and of the module that defines it.
 
     def __copy__(self) -> CustomOp[P, R]:
         return self
@@ -198,13 +197,14 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # Do not cache the overload here, because Dynamo would guard on the cache and recompile
-        # after the first call fills it. torch.ops caches the overload anyway.
+        # Caching the overload here would make Dynamo guard on the cache, and recompile once the
+        # first call has filled it. It is not necessary either, because torch.ops caches the
+        # overload.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)
         finally:
-            # Check again, because another thread may have redefined the operator during the lookup.
+            # Check again, in case another thread has redefined the operator during the lookup.
             definition.check_defined()
 
     _opoverload: Any = overload
@@ -250,8 +250,8 @@ class CustomOp(Registrations, Generic[P, R]):
         def __getattr__(self, name: str) -> Any:
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
-                # Do not pass `name` and `obj` to AttributeError, because Dynamo does not support
-                # them. Python sets both anyway when `__getattr__` raises.
+                # Pass no `name` and `obj` to AttributeError, because Dynamo does not support them.
+                # Python sets both anyway when `__getattr__` raises.
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {short_repr(name)}"
                 )
@@ -263,7 +263,7 @@ class CustomOp(Registrations, Generic[P, R]):
         """Enable or disable the kernel of a device type inside a `with` block, for all threads.
 
         While a kernel is disabled, calls fall back to the function that was passed to `custom_op`.
-        If the device type has no kernel, or if nothing changes, this only logs a message.
+        If the device type has no kernel, or if the state does not change, this only logs a message.
 
         Args:
             device_type: a device type such as `"cpu"`.
@@ -279,21 +279,20 @@ class CustomOp(Registrations, Generic[P, R]):
     ) -> CustomOp[..., Any]:
         """Define the in-place form of this operator, which overwrites the first argument.
 
-        The in-place form calls this operator and copies the result into the argument. Therefore it
-        needs no separate kernel, fake kernel or formula.
+        The in-place form calls this operator and copies the result into the argument, so it needs
+        no kernel, fake kernel or formula of its own.
 
         Args:
             name: the name of the new operator. The default is `"ns::name_"`.
             lib: the library that owns the new operator. The default is the library of this
                 operator.
 
-        Returns:
-            The handle of the new operator. A call raises `MutationError`, and leaves the first
-            argument unchanged, if the result has another shape or dtype.
+        The handle of the new operator. If the result has a different shape or dtype than the first
+        argument, a call raises `MutationError` and leaves the argument unchanged.
 
         Raises:
             SchemaError: this operator is not functional, has several results, or does not take a
-                Tensor as its first argument. This error is a `ValueError`.
+                Tensor as its first argument. SchemaError is a subclass of `ValueError`.
 
         Example:
             >>> import torch, torchop
@@ -320,7 +319,7 @@ class CustomOp(Registrations, Generic[P, R]):
         """Define the out= form of this operator, which writes the results into `out=`.
 
         The out= form calls this operator and copies the results into the outputs. If your kernel
-        can write into the outputs directly, use `torchop.out_op` instead to avoid the copies.
+        can write into the outputs itself, use `torchop.out_op` instead, which avoids the copies.
 
         Args:
             name: the name of the new operator. The default is `"ns::name.out"`.
@@ -329,13 +328,12 @@ class CustomOp(Registrations, Generic[P, R]):
             lib: the library that owns the new operator. The default is the library of this
                 operator.
 
-        Returns:
-            The handle of the new operator. A call raises `MutationError`, and leaves the outputs
-            unchanged, if an output differs from the result in shape, dtype or device.
+        The handle of the new operator. If an output differs from the result in shape, dtype or
+        device, a call raises `MutationError` and leaves the outputs unchanged.
 
         Raises:
-            SchemaError: this operator is not functional, or `outputs` is invalid. This error is a
-                `ValueError`.
+            SchemaError: this operator is not functional, or `outputs` is invalid. SchemaError is a
+                subclass of `ValueError`.
 
         Example:
             >>> import torch, torchop
@@ -372,7 +370,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
-    """Return the handle of an operator. If it is not defined yet, import `module` to define it."""
+    """Return an operator's handle. If the operator is not defined yet, import `module` first."""
     if registries.published_handle(name) is None:
         try:
             __import__(module)
@@ -403,7 +401,8 @@ def make_handle(definition: Definition) -> CustomOp[..., Any]:
 class StructuredOp(CustomOp[P, R]):
     """The handle of an operator with structured arguments, such as dataclasses.
 
-    A call flattens the structures into the schema's arguments, and passes these to `overload`.
+    Each call flattens the structures into the arguments of the schema and passes these to
+    `overload`.
     """
 
     @property
@@ -414,8 +413,8 @@ class StructuredOp(CustomOp[P, R]):
 def _structured(definition: Definition) -> StructuredOp[..., Any]:
     """Create a class for the operator, with a generated `__call__`, and return an instance.
 
-    A single `__call__` that forwards `*args` and `**kwargs` would work for all operators, but the
-    forwarding would take a fifth of the time of a call.
+    One `__call__` that forwards `*args` and `**kwargs` would work for all operators, but forwarding
+    would take a fifth of the time of a call.
     """
     structure = definition.structure
     overload = structure.overload = torch_ops.lookup_overload(*definition.name)
@@ -425,8 +424,8 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
     dynamo_variables.trace_as_overload(cls, _flatten)
-    # Remove the class from Dynamo's global table when the operator is deregistered, because the
-    # table would keep the class alive forever.
+    # When the operator is deregistered, remove the class from Dynamo's global table, which would
+    # otherwise keep the class alive forever.
     structure.on_deregister = lambda: dynamo_variables.forget(cls)
     return handle
 

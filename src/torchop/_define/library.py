@@ -50,14 +50,14 @@ _KINDS = ("DEF", "IMPL", "FRAGMENT")
 class Library(OwnLibrary):
     """A collection of operators and kernels. Closing the library deregisters all of them.
 
-    A library can be used as a context manager, which closes it on exit. Calling an operator of a
+    You can use a library as a context manager, which closes it on exit. Calling an operator of a
     closed library raises an error.
 
     Args:
         ns: the namespace.
-        kind: `"FRAGMENT"` for a library that defines operators and registers kernels, `"IMPL"` for
-            a library that only registers kernels, or `"DEF"` for the main library of a namespace. A
-            namespace can have only one main library.
+        kind: `"FRAGMENT"` to define operators and register kernels, `"IMPL"` to only register
+            kernels, or `"DEF"` for the main library of a namespace. A namespace can have only one
+            main library.
         dispatch_key: the default dispatch key of `impl`, for libraries of kind `"IMPL"`.
 
     Raises:
@@ -75,8 +75,8 @@ class Library(OwnLibrary):
     Modeled after `torch.library.Library`.
     """
 
-    # Check the arguments in __new__ instead of __init__, because PyTorch's __init__ records its
-    # caller's line. If we defined an __init__, PyTorch would record our line instead of the user's.
+    # Check the arguments in __new__, because PyTorch's __init__ records the line of its caller.
+    # With an __init__ of our own, that would be our line instead of the user's.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
@@ -140,7 +140,7 @@ class Library(OwnLibrary):
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
-        # Remove the namespace, because PyTorch's `define` would otherwise record the name as
+        # Remove the namespace. Otherwise, PyTorch's `define` would record the name as
         # "ns::ns::name", and `_destroy` would fail in _clear_torch_ops_cache (torch/library.py).
         schema = schema.removeprefix(f"{self.ns}::")
         define = functools.partial(super().define, schema, alias_analysis, tags=tags)
@@ -160,15 +160,15 @@ class Library(OwnLibrary):
     ) -> None:
         """Register a kernel for any operator, including PyTorch's, at a dispatch key.
 
-        Each call checks the number and types of the kernel's results against the schema.
+        Each call then checks the number and types of the kernel's results against the schema.
 
         Args:
             op_name: the operator, by name (with or without the namespace) or as an object.
             fn: the kernel, or `fallthrough_kernel` to skip this key.
             dispatch_key: a dispatch key such as `"CPU"`, `"Meta"` or `"Autograd"`. The default is
                 the library's key.
-            with_keyset: whether the kernel receives the `DispatchKeySet` of the call as an
-                additional first argument, in order to redispatch the call.
+            with_keyset: whether the kernel receives the call's `DispatchKeySet` as an additional
+                first argument, so that it can redispatch the call.
             allow_override: whether to replace an existing kernel at this key.
 
         Raises:
@@ -190,7 +190,7 @@ class Library(OwnLibrary):
                 f"{short_repr(dispatch_key)} of type {type(dispatch_key).__name__}."
             )
         kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
-        # Without any key, treat the kernel as a decomposition into other operators.
+        # A kernel without any key is a decomposition into other operators.
         key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
         with (
             registrations_of(self, f"{self.ns}::{name}").registering(f"kernel at {key}"),
@@ -216,8 +216,8 @@ class Library(OwnLibrary):
             fn: the fallback, or `fallthrough_kernel`. It receives the `OpOverload`, followed by the
                 arguments of the call.
             dispatch_key: the dispatch key. The default is the library's key.
-            with_keyset: whether the fallback receives the `DispatchKeySet` of the call as an
-                additional first argument.
+            with_keyset: whether the fallback receives the call's `DispatchKeySet` as an additional
+                first argument.
 
         Raises:
             RuntimeError: the namespace of this library is not `"_"` (all namespaces).
@@ -250,8 +250,8 @@ class Library(OwnLibrary):
 def define_in(library: torch.library.Library, schema: str, define: Callable[[], str]) -> str:
     """Define an operator in a library of torchop or PyTorch.
 
-    `define` is called to define the operator in the dispatcher. It checks the schema and returns
-    the operator's name.
+    `define` is the function that defines the operator in the dispatcher. It checks the schema and
+    returns the operator's name.
     """
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
     packet, _, overload = local.partition(".")
@@ -307,7 +307,7 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Wrap a kernel to check that its results match the schema, because PyTorch does not."""
+    """Wrap a kernel to check its results against the schema, which PyTorch itself does not do."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)
@@ -318,8 +318,8 @@ def checked_kernel(
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check, checked_schema, run
-        # Look up the operator in every call, because it may be defined, or redefined, only after
-        # its kernel is registered.
+        # Look up the operator in every call, because it may be defined or redefined after its
+        # kernel is registered.
         current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
         current_schema = getattr(current, "_schema", None)
         check_now = check
@@ -330,13 +330,13 @@ def checked_kernel(
             with registration_lock:  # see `checked`
                 run = checked(qualname, schema, function, leading=int(with_keyset))
                 check_now = result_check(schema.returns)
-                # Set `run` before `check`, so that a thread that already sees the new `check` never
-                # uses the old `run`.
+                # Set `run` before `check`: other threads read them in the opposite order, so no
+                # thread combines the new `check` with the old `run`.
                 check, checked_schema = check_now, current_schema
         if _hooks.count_call is not None:
             _hooks.count_call()
-        # A kernel that receives the keyset redispatches the call itself, so it must run with the
-        # dispatcher's state unchanged.
+        # A kernel that receives the keyset redispatches the call itself, so the dispatcher's state
+        # must not change before it runs.
         if dispatch.is_handled_by_mode() and not with_keyset:
             with dispatch.with_transforms():
                 return check_now(run(*args, **kwargs), qualname)

@@ -50,8 +50,8 @@ def define(
 ) -> Decorator | None:
     """Define an operator from a schema, without a kernel.
 
-    PyTorch's older form also works: `define(library, "name(Tensor x) -> Tensor")` returns a
-    decorator that registers the decorated function as the kernel for all devices and for autograd.
+    This also supports PyTorch's older form: `define(library, "name(Tensor x) -> Tensor")` returns a
+    decorator that registers a function as the kernel for all devices and for autograd.
 
     Args:
         qualname: the name of the operator: `"namespace::name"` or `"namespace::name.overload"`. In
@@ -131,7 +131,7 @@ def impl(
 ) -> Function | Decorator:
     """Register a kernel for an operator that is defined with `define` or in C++.
 
-    The kernel may be registered before the operator is defined. PyTorch's older form also works:
+    You may register the kernel before the operator is defined. PyTorch's older form also works:
     `impl(library, name, dispatch_key)` returns a decorator.
 
     Args:
@@ -177,9 +177,9 @@ def _key_of_kernel(op: OpLike, kind: object) -> str:
     return dispatch.kernel_key(kind)
 
 
-# Users may pass a plain `torch.library.Library`. The functions below add two features of
-# `torchop.Library` to it: they check the results of kernels, and make calls raise an error once the
-# library is closed.
+# Users may pass a plain `torch.library.Library`. For such a library, the functions below add two
+# features of `torchop.Library`: the results of kernels are checked, and calls raise an error once
+# the library is closed.
 
 
 def _define_in(

@@ -28,24 +28,22 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     """Combine a functional operator and an out= operator into one function with `out=None`.
 
     A single operator cannot have an optional `out` argument, because a schema cannot express that
-    the result is either a fresh tensor or `out`. Instead, the returned function calls one of the
-    two operators, depending on whether `out` is passed. `torch.compile` and `torch.export` trace
+    the result is either a fresh tensor or `out`. So this returns a Python function that calls one
+    of two operators, depending on whether `out` is passed. `torch.compile` and `torch.export` trace
     into the function.
 
     Args:
         functional: the operator that allocates the results: a handle, `"ns::name"`, an
             `OpOverload`, or a packet with one overload.
-        out: the operator that writes the results into output arguments, and returns either these or
-            None. It must take the same arguments as `functional`, followed by the outputs.
+        out: the operator that writes the results into output arguments, and returns these or None.
+            It must take the same arguments as `functional`, followed by the outputs.
 
-    Returns:
-        A function with the parameters of `functional`, and with the outputs as additional
-        keyword-only parameters, whose default is None. Callers must pass either all outputs or
-        none.
+    A function with the parameters of `functional` and an additional keyword-only parameter for each
+    output, with the default None. Callers must pass either all outputs or none.
 
     Raises:
         OperatorNotFoundError: one of the operators is not defined.
-        SchemaError: the schemas do not match. This error is a `ValueError`.
+        SchemaError: the schemas do not match. SchemaError is a subclass of `ValueError`.
 
     Example:
         >>> import torch, torchop
@@ -109,7 +107,7 @@ def _doc(functional: OpLike, outputs: tuple[str, ...]) -> str:
 
 
 def _difference(functional: Schema, out: Schema) -> str | None:
-    """Return why the two schemas do not match, or None if they do."""
+    """Return the reason why the two schemas do not match, or None if they do."""
     if not functional.is_functional or set(functional.returns) != {"Tensor"}:
         return "the first operator must mutate nothing and return fresh tensors only"
     outputs = [a for a in out.arguments if a.is_mutated]

@@ -1,7 +1,7 @@
 """The members that a class decorated with `torchop.operator` may have, such as `forward`.
 
 To support another member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda` and so on) and
-instances of `torchop.Rule` are found by name and need no entry.
+instances of `torchop.Rule` need no entry, because they are found by name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torchop._errors import short_repr
 from torchop._rules.autocast import POLICIES
 from torchop._rules.autograd.formula import Derived
 
-# Registers the value of a member. It receives the operator's handle, the value, and all members of
-# the class, because some registrations use several members.
+# A function that registers a member's value. It receives the operator's handle, the value, and all
+# members of the class, because some registrations combine several members.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
 
 
@@ -27,13 +27,12 @@ class Member(NamedTuple):
     """A member that a class decorated with `torchop.operator` may have.
 
     Attributes:
-        registers: registers the member's value with the operator. None if the value is only an
-            argument of another member's registration.
+        registers: registers the member's value with the operator. None if the registration of
+            another member uses the value.
         takes: a phrase for error messages that describes the valid values.
-        accepts: returns whether a value is valid. Static methods are unwrapped to plain functions
-            first.
-        needs: the names of other members, of which the class must have at least one. Empty if the
-            member works alone.
+        accepts: returns whether a value is valid. A static method arrives as a plain function.
+        needs: the class must have at least one of these other members. Empty if the member works
+            alone.
     """
 
     registers: Registers | None = None
@@ -162,7 +161,7 @@ ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority"
 def is_device_type(name: str) -> bool:
     """Return whether a name is a device type, such as "cuda".
 
-    A member of an operator class with such a name is the kernel for that device type.
+    In an operator class, a member with such a name is the kernel for that device type.
     """
     try:
         dispatch.dispatch_key_name(name)
@@ -172,7 +171,7 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a member or method already uses this name, so that no rule can have it."""
+    """Return whether a member or method already uses this name, so that a rule must not."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 

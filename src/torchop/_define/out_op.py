@@ -86,25 +86,25 @@ def out_op(
     """Define the functional, out= and in-place forms of an operator from one kernel.
 
     The functional form `ns::name` allocates the results, the out= form `ns::name.out` writes them
-    into the caller's tensors, and with `inplace=True`, the in-place form `ns::name_` overwrites the
-    first argument. All forms share the kernels, the fake kernel and the backward formula.
+    into tensors from the caller, and with `inplace=True`, the in-place form `ns::name_` overwrites
+    the first argument. All forms share the same kernels, fake kernel and backward formula.
 
     Args:
         name: the name of the functional operator, `"namespace::name"` or
             `"namespace::name.overload"`.
-        fn: the kernel. Its keyword-only parameters of type Tensor are the outputs. The kernel must
-            write into all outputs without reading them, and must return them or None. The schema is
-            inferred from the other parameters. Outputs may have any strides; their shape, dtype and
-            device are checked.
+        fn: the kernel. Its keyword-only parameters of type Tensor are the outputs: the kernel must
+            write into all of them without reading them, and return either these tensors or None.
+            The schema is inferred from the other parameters. An output may have any strides, but
+            its shape, dtype and device are checked.
         like: the name of an argument with the same shape, dtype and device as all results. The
             results are allocated with `torch.empty_like` of this argument.
-        allocate: a function that allocates the results, instead of `like`. It takes the arguments
-            without the outputs, and returns an empty tensor for each output. It is also the fake
-            kernel, so it must not read the data of tensors.
+        allocate: a function that allocates the results, as an alternative to `like`. It takes the
+            arguments without the outputs, and returns an empty tensor for each output. Since it is
+            also the fake kernel, it must not read the data of tensors.
         inplace: whether to define the in-place form too.
         elementwise: whether the kernel reads each input element before it writes the output element
-            at the same position. Callers may then pass an input as an output, and the in-place form
-            needs no temporary memory.
+            at the same position. If so, callers may pass an input as an output, and the in-place
+            form needs no temporary memory.
         device_types: the device types that the kernel supports. None means all.
         tags: a `torch.Tag` or several. All forms get these tags in addition to their own.
         lib: the library that owns the operators. By default, the operators live as long as the
@@ -191,9 +191,9 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-            # Let Inductor replace the functional form with forms that save an allocation. An
-            # in-place form saves one only if it is elementwise, because otherwise it allocates a
-            # temporary result.
+            # Let Inductor replace the functional form with any form that saves an allocation. An
+            # in-place form does so only if it is elementwise, because otherwise it allocates a
+            # temporary result itself.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
@@ -226,16 +226,15 @@ def _define_form(
     ).handle
 
 
-# `torchop/__init__.py` sets this variable to the function `plan` of `_compat/planned_outputs.py`,
-# which registers the forms of an operator with Inductor. It is a hook, because this package must
-# not import that module.
+# `torchop/__init__.py` sets this hook to the function `plan` of `_compat/planned_outputs.py`, which
+# registers the forms of an operator with Inductor. This package must not import that module.
 plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
     """Allow Inductor to replace the functional operator with a form that writes into a buffer."""
-    # Inductor's table of replacements stores the function `overload` below, so strong references in
-    # this function would keep the forms alive forever.
+    # Hold only weak references: Inductor's table of replacements stores the function `overload`
+    # below, so strong references would keep the forms alive forever.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -253,11 +252,11 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
 
 
 def _kernels_of(form: Definition) -> object:
-    """Return a form's kernels by device, for comparison with the kernels of another form."""
+    """Return a form's kernels by device, to compare them with the kernels of another form."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
-        # The kernel is chosen in each call, so two forms may run different kernels. Return the form
-        # itself, so that it never compares equal to the result for another form.
+        # Each call chooses a kernel, so two forms may run different kernels. Return the form
+        # itself, which is never equal to the result for another form.
         return form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
@@ -298,7 +297,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
     """Return a stub function with this signature and the kernel's name.
 
-    Only its signature is used, and its name in error messages.
+    The stub is never called: only its signature is used, and its name in error messages.
     """
 
     @functools.wraps(kernel)
@@ -354,8 +353,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # Annotate with `Any` instead of None, because type checkers would otherwise make users
-        # check for None even if they passed inplace=True.
+        # The type is `Any`, because with None, type checkers would make users check for None even
+        # if they passed inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         vars(functional)["_family"] = self  # read by `__reduce__`
@@ -384,7 +383,7 @@ class OperatorFamily(Generic[P, R]):
     ) -> Function:
         """Register a kernel for all forms. It must write into the outputs, as in `out_op`.
 
-        To register a kernel for a single form, use the handle of that form, as in
+        To register a kernel for just one form, use the handle of that form, as in
         `family.functional.register_kernel("cuda", ...)`.
 
         Args:

@@ -1,6 +1,6 @@
-"""The methods of operator handles that register rules, such as `register_fake`.
+"""Methods of operator handles that register rules, such as `register_fake`.
 
-Each method is also a function in `_rules`, whose first parameter is the operator.
+Each of them is also available as a function in `_rules`, whose first parameter is the operator.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class SameAs(Generic[Function]):
     """A decorator that replaces a stub method with a function.
 
-    This is a workaround for Pyright. If we simply assigned the function to the class attribute,
-    Pyright would use the type that the base class `CustomOpDef` declares for the attribute. If this
+    Workaround for Pyright: with a plain assignment of the function to the class attribute, Pyright
+    would use the type that the base class `CustomOpDef` declares for the attribute. If this
     decorator were a function, Pyright would lose the type variables.
     """
 

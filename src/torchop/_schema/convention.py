@@ -39,7 +39,7 @@ class Convention:
         return function
 
     def of_tensors(self, values: Mapping[str, Any], /) -> dict[str, Any]:
-        """Convert a dict by parameter name to a dict by the names of the schema's tensor
+        """Convert a dict from parameters to values into a dict from the schema's tensor
         arguments."""
         return dict(values)
 

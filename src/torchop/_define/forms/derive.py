@@ -1,7 +1,7 @@
 """Derive the in-place and out= forms of a functional operator.
 
-A form calls the functional operator and copies the result into its own argument. Compilers trace
-these two steps, so they need no special support for forms.
+Each form calls the functional operator and copies the result into its own argument. Compilers
+simply trace these two steps, so they need no special support for forms.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def derive_form(
     else:
         names = output_names(functional.schema, outputs)
         schema = schemas.out_schema(op_name, functional.schema, names)
-    # One kernel for all devices is enough, because it calls the functional operator, which
+    # A single kernel works for all devices, because it calls the functional operator, which in turn
     # dispatches on the device.
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # An output may also be an input, because all results are computed before the first one is
+        # Allow an output that is also an input: all results are computed before the first one is
         # copied into an output.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
@@ -80,7 +80,7 @@ def check_derivable(name: object, schema: Schema, form: Form) -> None:
 
 
 def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str, ...]:
-    """Check the names of the outputs. The default is `out`, or `out0`, `out1` and so on."""
+    """Validate the names of the outputs, which default to `out`, or to `out0`, `out1` and so on."""
     count = len(functional.returns)
     if outputs is None:
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
@@ -108,11 +108,11 @@ def define_member(
 ) -> Definition:
     """Define the in-place or out= form of a functional operator.
 
-    `kernel` must return the mutated arguments, and `guard` checks the arguments of each call before
-    the kernel runs. The new operator gets `tags` in addition to the tag of its form.
+    `kernel` must return the mutated arguments, and `guard` checks the arguments of every call
+    before the kernel runs. The new operator gets `tags` in addition to the tag of its form.
     """
-    # Do not add `torch.Tag.out` to an out= form. Inductor would replace the functional operator
-    # with any overload that has this tag, but for most signatures it would pass wrong arguments.
+    # Do not tag an out= form with `torch.Tag.out`: Inductor would replace the functional operator
+    # with any overload that has this tag, and for most signatures, it would pass wrong arguments.
     # `_compat.planned_outputs` registers a correct replacement instead.
     conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
@@ -139,9 +139,9 @@ def define_member(
 def writing_result(
     functional: Definition, name: OpName, schema: Schema, *, copies: bool = True
 ) -> Callable[..., Any]:
-    """Return a kernel that calls the functional operator and copies the results into the outputs.
+    """Return a kernel that computes results functionally and copies them into the outputs.
 
-    With `copies=False`, return the fake kernel, which only checks the outputs.
+    With `copies=False`, return the fake kernel, which checks the outputs but skips the copy.
     """
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
@@ -169,8 +169,8 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
 
 def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Pass a clone, because `x` is overwritten below, but the formula may save its input for the
-        # backward pass.
+        # Pass a clone: the formula may save its input for the backward pass, and `x` is overwritten
+        # below.
         result = functional.overload(x.clone(), *args, **kwargs)
         check_fits(name, schema, schema.mutated[0], metadata(result), x)
         return x.copy_(result)

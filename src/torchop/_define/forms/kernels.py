@@ -1,7 +1,7 @@
 """Create the kernels of the functional, out= and in-place forms from one kernel.
 
-This kernel writes its results into output arguments, which are checked before the kernel runs.
-Where PyTorch's own operators would reject an output too, the error message matches PyTorch's.
+The author's kernel writes its results into output arguments, which are checked before it runs. If
+PyTorch's own operators would reject an output as well, the error message is the same as PyTorch's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """Metadata that must be equal for a result and the output that it is written into."""
+    """The metadata that a result and the output it is written into must have in common."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -48,8 +48,8 @@ def described_results(
     results = allocate(*map(_to_meta, args), **meta_kwargs)
     first = next(tensors_in((*args, *kwargs.values())), None)
     return [
-        # A result is on the meta device only because `allocate` received meta tensors, so assume
-        # that it would otherwise be on the device of the inputs.
+        # A result is on the meta device only because `allocate` received meta tensors. Assume that
+        # it would otherwise be on the same device as the inputs.
         metadata(result)._replace(device=result.device if first is None else first.device)
         if result.is_meta
         else metadata(result)
@@ -68,7 +68,7 @@ def _to_meta(value: Any) -> Any:
 def check_fits(
     name: object, schema: Schema, argument: str, expected: Metadata, tensor: Tensor
 ) -> None:
-    """Raise unless `tensor` has the metadata of the result that will be written into it."""
+    """Raise an error unless `tensor` has the metadata of the result to be written into it."""
     actual = metadata(tensor)
     if actual == expected:
         return
@@ -97,10 +97,10 @@ def check_outputs(
     *,
     may_be_an_input: bool,
 ) -> None:
-    """Raise if an output is None, or if it overlaps an input (unless `may_be_an_input`).
+    """Raise an error if an output is None, or overlaps an input (unless `may_be_an_input`).
 
-    Outputs that no operator may mutate, such as expanded tensors, need no check here, because the
-    mutation rule has already rejected them.
+    We need no check for outputs that no operator may mutate, such as expanded tensors, because the
+    mutation rule has already rejected them at this point.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]
@@ -122,9 +122,9 @@ def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         elif isinstance(value, (list, tuple)):
             key.append(_call_key(value, {}))
         elif isinstance(value, (int, float, str, type(None), torch.dtype, torch.device)):
-            key += type(value), value  # include the type, because 1 == True
+            key += type(value), value  # with the type, because 1 == True
         else:
-            key.append(object())  # a new object never equals another one, so the call is not cached
+            key.append(object())  # a new object equals no other, so such a call is never cached
     return key
 
 
@@ -153,11 +153,11 @@ class WritingKernels:
     ) -> None:
         self.name = name
         self.outputs = outputs
-        # For a single name, `itemgetter` returns the value itself instead of a tuple, so wrap the
-        # value.
+        # `itemgetter` returns a tuple only for several names, so put a single value into a tuple
+        # here.
         get: Callable[..., Any] = operator.itemgetter(*outputs)
         self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
-        self.elementwise = elementwise  # whether an output may also be an input
+        self.elementwise = elementwise  # then an output may also be an input
         self._schema = functional
         self._allocate = bind(allocate, functional)
         self._like = like  # the position of the argument `like` of `out_op`, or None
@@ -226,17 +226,17 @@ class WritingKernels:
         return without_outputs(overwrite, kernel, self.outputs)
 
     def guard(self, name: OpName, schema: Schema) -> Guard | None:
-        """Return a function that checks the outputs of a call, or None if no check is needed."""
+        """Return a function that checks the outputs of each call, or None if none is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        # The in-place form needs no guard in two cases: if it copies the result, because
-        # `overwrite` then checks the metadata, and if the result is allocated like the first
-        # argument, because the metadata then always matches.
+        # The in-place form needs no guard if it copies the result, because `overwrite` then checks
+        # the metadata. Neither does it need one if the result is allocated like the first argument,
+        # because then the metadata always matches.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
-        # The `_call_key` of the last valid call. A call with the same key skips `allocate`, which
-        # takes longer than most kernels. No lock is needed, because the list is only ever replaced,
-        # never modified.
+        # The `_call_key` of the last valid call. A call with the same key can skip `allocate`,
+        # which takes longer than most kernels. The list is only ever replaced, never modified, so
+        # no lock is needed.
         accepted: list[Any] | None = None
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -246,8 +246,8 @@ class WritingKernels:
             like: Any = None if place is None else args[place]
             is_fresh = _hooks.extension.is_evidently_fresh
             for output in outputs:
-                # Pass no keyword arguments to `is_fresh`: all keyword-only tensors are outputs, so
-                # `read` already contains every input tensor.
+                # `is_fresh` gets no keyword arguments, because all keyword-only tensors are
+                # outputs, so `read` already contains every input tensor.
                 if not fits or not is_fresh(read, {}, output, like):
                     is_fine = may_be_an_input or is_fresh(read, {}, output)
                     if output is None or not is_fine:
@@ -288,6 +288,6 @@ class WritingKernels:
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Allocate `count` results with the metadata of the argument at position `place`."""
+    """Allocate `count` results that have the metadata of the argument at position `place`."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]

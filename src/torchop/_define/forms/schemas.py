@@ -1,4 +1,4 @@
-"""Names, schemas, signatures and docstrings of an operator's out= and in-place forms."""
+"""Create the names, schemas, signatures and docstrings of out= and in-place forms."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torchop._schema.text import lettered_alias, with_keyword_only, with_write, 
 
 
 def form_name(name: OpName, form: Form) -> OpName:
-    """Return the name of an operator's in-place or out= form, by PyTorch's convention.
+    """Return the name of an in-place or out= form according to PyTorch's convention.
 
-    For example, the forms of `add.Scalar` are named `add_.Scalar` and `add.Scalar_out`.
+    For example, the forms of `add.Scalar` are `add_.Scalar` and `add.Scalar_out`.
     """
     if form is Form.INPLACE:
         return name._replace(name=f"{name.name}_")

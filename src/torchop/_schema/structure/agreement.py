@@ -1,8 +1,8 @@
 """Check that kernels return the structure that the fake kernel returned for the same arguments.
 
-In compiled code, the decisions of the fake kernel become constants: which results are None, the
-lengths of lists, and all values that are not tensors. The graph never compares these constants with
-the results of the real kernel, so the kernel's wrapper must.
+In compiled code, everything that the fake kernel decides becomes a constant: which results are
+None, how long lists are, and all values that are not tensors. The graph never compares these
+constants with the results of the real kernel, so the kernel's wrapper must do it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torchop._compat import fake_tensors, opaque_types, traced_objects
 from torchop._errors import ResultError, short_text
 from torchop._schema.structure.result_nodes import Described
 
-_MOST = 256  # bounds the memory; few programs trace an operator with more distinct arguments
+_MOST = 256  # limits memory use; few programs trace one operator with more distinct arguments
 
 
 class Decisions:
-    """The decisions that an operator's fake kernel made for the arguments of traced calls.
+    """The decisions that an operator's fake kernel has made for the arguments of traced calls.
 
     Attributes:
-        made: a dict from arguments to decisions. It is empty until a call is traced.
+        made: maps arguments to decisions. It stays empty until a call is traced.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Decisions:
                 raise self._error(place, made, found)
 
     def _decided(self, results: tuple[Any, ...]) -> list[tuple[str, Any]]:
-        # Compare the layout (the parts that are not tensors) first, because it determines which
-        # structures are None.
+        # Compare the layout (the parts of the result that are not tensors) first, because it
+        # determines which structures are None.
         decided = self._layout_of(results[-1]) if len(results) > len(self._places) else []
         return [*decided, *zip(self._places, map(_decision, results), strict=False)]
 
@@ -80,7 +80,7 @@ def _decision(value: Any) -> Any:
 
 
 def _key(args: tuple[Any, ...]) -> Any:
-    """Return the parts of arguments on which a fake kernel may depend, or None if unknown."""
+    """Return a key of everything that a fake kernel may depend on, or None if it is unknown."""
     try:
         key = tuple(map(_part, args))
         hash(key)

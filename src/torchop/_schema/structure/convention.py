@@ -1,7 +1,8 @@
 """The calling convention for operators with structured arguments or results.
 
 Authors write kernels and rules that take and return objects, such as dataclasses, but PyTorch calls
-them with the values of the flat schema. This module wraps them to convert between the two.
+them with values of the flat schema, which has one argument per field. This module wraps the
+functions to convert between the two.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torchop._schema.structure import saved
 from torchop._schema.structure.structure import Structure
 from torchop._schema.tree import FunctionTree
 
-# The attribute of `ctx` that stores non-tensor values of the call, such as dict keys. The backward
-# pass needs them to arrange gradients like the arguments and results.
+# This attribute of `ctx` stores the call's non-tensor values, such as dict keys. The backward pass
+# needs them to give gradients the same structure as the arguments and results.
 _STATICS = "_torchop_statics"
 
 
@@ -57,7 +58,7 @@ class StructuredConvention(Convention):
     def vmap(self, function: Any, /) -> Any:
         """Convert a vmap rule for objects to a rule for flat arguments.
 
-        For each structure, `in_dims` and `out_dims` contain a mapping from field names to
+        In place of each structure, `in_dims` and `out_dims` hold a mapping from field names to
         dimensions.
         """
         structure = self.structure
@@ -79,7 +80,7 @@ class StructuredConvention(Convention):
     def torch_dispatch(self, function: Function, /) -> Function:
         """Convert a torch_dispatch rule for objects to a rule for flat arguments.
 
-        The author's rule receives objects, and the `func` that is passed to it takes objects too.
+        The author's rule receives objects, and so does the `func` that is passed to the rule.
         """
         structure = self.structure
 
@@ -94,8 +95,8 @@ class StructuredConvention(Convention):
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
         """Convert a backward formula for objects to a formula for flat arguments.
 
-        For a structure, `backward` may return its gradients as a mapping from field names, or as an
-        object of another class with fields of the same names.
+        The gradient that `backward` returns for a structure may be a mapping from field names, or
+        an object of any class with the same field names.
         """
         structure = self.structure
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
@@ -113,7 +114,7 @@ class StructuredConvention(Convention):
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
         """Convert a forward-mode formula for objects to a formula for flat arguments.
 
-        The tangents of a structure are passed as a mapping from field names to tangents.
+        The formula receives the tangents of a structure as a mapping from field names.
         """
         structure = self.structure
         names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))
@@ -175,7 +176,7 @@ class StructuredConvention(Convention):
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """Save nothing. This is the `setup_context` of formulas that only need the gradients."""
+    """Save nothing: the `setup_context` of formulas that need only the incoming gradients."""
 
 
 class StructuredCall:
@@ -205,7 +206,7 @@ class StructuredCall:
 class Context:
     """A proxy for a formula's `ctx`.
 
-    For each structured argument, `needs_input_grad` contains a mapping from field names to bools.
+    For a structured argument, `needs_input_grad` holds a mapping from field names to bools.
     """
 
     __slots__ = ("_context", "_structure")
@@ -216,7 +217,7 @@ class Context:
         object.__setattr__(self, "_structure", structure)
 
     def save_for_backward(self, *values: Any) -> None:
-        """Save tensors and structures. `saved_tensors` then contains the same values."""
+        """Save tensors and structures, which `saved_tensors` later returns in the same form."""
         saved.save(self._context, values)
 
     @property
@@ -239,7 +240,7 @@ class Context:
 
 
 def _wrapping(function: Callable[..., Any], flat: Callable[..., Any]) -> Callable[..., Any]:
-    """Set `flat.__wrapped__` to the author's function, but keep the signature of `flat`."""
+    """Point `flat.__wrapped__` to the author's function, but keep the signature of `flat`."""
     signature = inspect.signature(flat)
     flat.__wrapped__ = function  # type: ignore[attr-defined]
     flat.__signature__ = signature  # type: ignore[attr-defined]

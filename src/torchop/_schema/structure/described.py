@@ -2,8 +2,8 @@
 
 In eager mode, generated code (see `Structure`) turns structures, such as dataclasses, into the
 arguments of the operator's schema, and checks the type of every field. Dynamo could trace that code
-too, but tracing the checks would take longer than tracing the rest of the call, so this module
-computes the same arguments without tracing.
+too, but tracing its checks would take longer than tracing the rest of the call. So this module
+computes the same arguments without tracing anything.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
-# The descriptor types of slots and of NamedTuple fields. Reading an attribute through these
-# descriptors is safe, because it runs no Python code.
+# The descriptor types of slots and NamedTuple fields. They are safe to read while tracing, because
+# reading them runs no Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
@@ -28,7 +28,7 @@ _PLAIN_DESCRIPTORS = (
 
 
 class Compiler(Protocol):
-    """The interface to a compiler, such as Dynamo, and to the values that it is tracing."""
+    """The interface to a compiler, such as Dynamo, and to the values that it traces."""
 
     def type_of(self, value: Any) -> type | None:
         """Return the exact type of a traced value, or None if it is unknown."""
@@ -36,12 +36,12 @@ class Compiler(Protocol):
     def attributes(self, value: Any, cls: type, names: Sequence[str]) -> Sequence[Any] | None:
         """Return attributes of a traced object, as traced values.
 
-        Return None if the type of the object is not `cls`. The caller must ensure that reading the
-        attributes runs no Python code.
+        Return None if the object's type is not exactly `cls`. Callers must make sure that reading
+        these attributes runs no Python code.
         """
 
     def constant(self, value: Any) -> Any:
-        """Return the constant that a traced value stands for, or raise NotImplementedError."""
+        """Return the constant behind a traced value. Raise NotImplementedError if there is none."""
 
     def describe(self, constant: Any) -> Any:
         """Wrap a constant as a traced value.
@@ -51,15 +51,16 @@ class Compiler(Protocol):
 
 
 class UnclearError(Exception):
-    """Raised if the flat arguments can only be computed by tracing the generated code."""
+    """Raised if only tracing the generated code can compute the flat arguments."""
 
 
 def flat_call(
     structure: Structure, args: Sequence[Any], kwargs: Mapping[str, Any], compiler: Compiler
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return the positional and keyword arguments that the generated code would pass.
+    """Return the same positional and keyword arguments that the generated code would pass.
 
-    Return None if Dynamo must trace the generated code instead, for example because it may raise.
+    Return None if Dynamo must trace the generated code after all, for example because that code may
+    raise.
     """
     if structure.returns_objects:
         return None
@@ -107,8 +108,9 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
     """Return whether reading these attributes of an instance runs no Python code.
 
-    A property, for example, runs its function when read. If `flat_call` read the property and then
-    failed, Dynamo would fall back to tracing the generated code, and the function would run twice.
+    Reading a property, for example, calls a function. If `flat_call` read the property and then
+    gave up, Dynamo would fall back to tracing the generated code, which would call the function a
+    second time.
     """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)
@@ -132,6 +134,6 @@ def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:
     constant = compiler.constant(value)
     try:
         encoded = leaf.kind.encode(constant, leaf.path)
-    except ArgumentError as error:  # traced code raises it again, so that the program can catch it
+    except ArgumentError as error:  # traced code raises it again, so programs can catch it
         raise UnclearError from error
     return compiler.describe(encoded)

@@ -21,10 +21,10 @@ _KINDS = {
 
 
 class GradientsOf:
-    """The annotation of a parameter that receives the gradients of a result.
+    """Annotates a backward kernel's parameter that receives the gradients of a result.
 
-    `statics_of` maps a layout number to the static parts of a result, such as strings and dict
-    keys. It is None if the operator's results have no static parts.
+    `statics_of` maps the number of a layout to the static (non-tensor) parts of the result, such as
+    strings and dict keys. It is None for operators whose results have no static parts.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class GradientsOf:
 
 
 class Gradients(Node):
-    """Gradients of a result, as an object of the class of the result.
+    """The gradients of a result, passed as an object of the result's class.
 
     The schema has one argument for each tensor in the result. If the result also has parts that are
-    not tensors, one more argument contains the number of the result's layout.
+    not tensors, an additional argument holds the number that identifies the layout of these parts.
     """
 
     def __init__(self, path: str, of: GradientsOf) -> None:

@@ -16,10 +16,10 @@ from torchop._schema.structure.source import Source
 class Items(Node):
     """A list, tuple or dict in a result.
 
-    The schema has a single list with the tensors of all items. Everything else goes into a static
-    part: the keys of a dict, and for each item, one entry for each of its leaves and static parts.
-    The entry is True or None for a tensor, the length for a list of tensors, and the value itself
-    for anything else.
+    In the schema, the tensors of all items share a single list. Everything else goes into a static
+    (non-tensor) part of the result: the keys of a dict, and one entry per item for each of the
+    item's leaves and static parts. The entry is True or None for a tensor, the length for a list of
+    tensors, and the value itself for anything else.
 
     Attributes:
         item: the node of one item. Its path ends in `[*]`.
@@ -67,7 +67,7 @@ class Items(Node):
         source.line(f"{variables[self._static.name]} = {keys}, tuple({entries})")
 
     def _collect(self, source: Source, leaf: Leaf, name: str, tensors: str) -> str:
-        """Emit the statement that collects a leaf's tensors. Return an expression for its entry."""
+        """Emit code that collects a leaf's tensors, and return an expression for its entry."""
         if not leaf.is_tensor:
             return name
         if leaf.kind.schema == "Tensor[]":
@@ -78,7 +78,7 @@ class Items(Node):
         return f"{name} is not None or None" if leaf.is_optional else "True"
 
     def _checked(self, value: Any, where: str) -> Any:
-        """Check the type of a value. Return the keys of a dict, and other values unchanged."""
+        """Check a value's type, and return the keys of a dict, or any other value unchanged."""
         if self._container is not dict:
             if isinstance(value, (list, tuple)):
                 return value
@@ -128,7 +128,7 @@ class Items(Node):
         return dict(zip(keys, items, strict=True)) if keys is not None else self._container(items)
 
     def _parts_of(self, entry: Sequence[Any], rest: Iterator[Any]) -> dict[str, Any]:
-        """Return the parts of an item by name, taking the values of its tensors from `rest`."""
+        """Return an item's parts by name, taking the values of its tensors from `rest`."""
         parts = dict(zip(self._names, entry, strict=True))
         for leaf in self._leaves:
             given = parts[leaf.name]

@@ -1,9 +1,9 @@
 """Layouts: the parts of structured results that are not tensors, such as strings and dict keys.
 
-Compilers and the dispatcher support few types of results besides tensors, so in the schema, a
-single int replaces all other parts of a result. The int identifies the *layout*, which is the tuple
-of the values of these parts. In compiled code, the fake kernel determines the layout, so the int is
-a constant.
+Compilers and the dispatcher support few result types besides tensors, so in the schema, a single
+int stands for all other parts of a result. This int identifies the *layout*, i.e. the tuple of the
+values of these parts. In compiled code, the fake kernel determines the layout, so the int is a
+constant there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Layouts:
     def number_of(self, values: tuple[Any, ...], exact: tuple[str, ...] = ()) -> int:
         """Return the number of a layout.
 
-        `exact` contains the texts of numbers, to tell apart equal values of different types such as
-        1.0 and 1.
+        `exact` holds the text of each number, because values of different types may be equal, such
+        as 1.0 and 1, but must not share a layout.
         """
         try:
             return self._numbers[values, exact]
@@ -55,8 +55,8 @@ class Layouts:
                     "compilers need a constant. Return the number as a field of type int outside "
                     "of lists and dicts, or in a tensor."
                 )
-        # Derive the number from the content, so that it is the same in all processes, because files
-        # with recorded calls contain it.
+        # Derive the number from the content, so that it is the same in every process. This matters
+        # because files with recorded calls contain the number.
         text = repr((values, exact)).encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
         with self._lock:

@@ -1,8 +1,8 @@
 """Annotation trees, which describe how a structured value is split into flat values.
 
-For example, the annotation of a dataclass becomes a node with a child for each field. Each leaf is
-one argument or one result of the operator's schema. Nodes generate code that splits (flattens) a
-value into the values of its leaves, and code that rebuilds the value from these.
+For example, a dataclass becomes a node with a child for each field, and each leaf is one argument
+or result of the operator's schema. The nodes generate code that flattens a value into the values of
+its leaves, and code that rebuilds the value from these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchop._schema.kinds import Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, Shape, as_mapping
 from torchop._schema.structure.source import Source
 
-# Maps the name of each leaf to the variable that holds its value in the generated code.
+# Maps each leaf's name to the variable that holds the leaf's value in generated code.
 Variables = Mapping[str, str]
 
 
@@ -38,7 +38,7 @@ class Node:
             yield from part.leaves()
 
     def statics(self) -> Iterator[Any]:
-        """Yield the `Static` nodes, one for each part of a result that its layout contains."""
+        """Yield a `Static` node for each part of a result that is stored in the layout."""
         for part in self._parts:
             yield from part.statics()
 
@@ -50,25 +50,25 @@ class Node:
     def set_default(self, value: Any) -> None:
         """Set the defaults of all leaves.
 
-        `value` is the default of the whole argument or field, or `MISSING` if there is none.
+        `value` is the default of the whole argument or field, or `MISSING` if it has no default.
         """
         raise NotImplementedError
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        """Emit statements that assign the parts of a value to the variables of the leaves.
+        """Emit statements that assign the parts of a value to the leaves' variables.
 
         `value` is a Python expression for the value.
         """
         raise NotImplementedError
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        """Emit statements that rebuild the value, and return a Python expression for the value."""
+        """Emit statements that rebuild the value, and return a Python expression for it."""
         raise NotImplementedError
 
     def gather(self, values: Mapping[str, Any]) -> Any:
-        """Return a mapping from field names to the values of the leaves, such as gradients.
+        """Group values of the leaves, such as gradients, into a mapping from field names.
 
-        `values` maps leaf names to these values. It may also contain the static parts of the call
+        `values` maps leaf names to values. It may also hold static (non-tensor) parts of the call
         by name, such as the keys of a dict.
         """
         return None  # for nodes without tensors
@@ -77,7 +77,7 @@ class Node:
         """Split `value` into a dict from leaf names to values.
 
         `value` is an object of this structure, a mapping from field names to values, or None.
-        `known` contains the static parts of the call by name.
+        `known` holds the static (non-tensor) parts of the call by name.
         """
         return {}  # for nodes without tensors
 
@@ -90,7 +90,8 @@ class Node:
     ) -> None:
         """Emit a statement that replaces a variable by the result of `function`.
 
-        The generated code skips the statement if the variable has the type `exact`, or is None.
+        At run time, the statement is skipped if the variable has the type `exact`, or is None and
+        the value is optional.
         """
         conditions = [f"{name} is not None"] * self.is_optional
         if exact is not None:
@@ -103,11 +104,11 @@ class Leaf(Node):
     """One argument or result in the schema.
 
     Attributes:
-        checked: whether generated code checks and encodes the value. If False, the dispatcher
-            checks the value.
-        unwritable_default: the default, if a schema cannot express it. In this case, the schema's
-            default is None.
-        is_required_if_given: whether the value may be None only if the enclosing structure is None.
+        checked: whether generated code checks and encodes the value. If False, this is left to the
+            dispatcher.
+        unwritable_default: the default, if the schema language cannot express it. The default in
+            the schema is then None.
+        is_required_if_given: whether the value must not be None unless the enclosing structure is.
     """
 
     def __init__(self, path: str, name: str, kind: Kind) -> None:
@@ -134,25 +135,25 @@ class Leaf(Node):
             defaults.render(default, self.schema_type)
         except SchemaError:
             if self.is_optional or self.is_tensor:
-                return  # None is a valid value, so it cannot stand for the default in the schema
+                return  # None is a valid value, so it can't represent the default in the schema
             self.unwritable_default = default
             default = None
         self.default = default
 
     @property
     def flat_path(self) -> str:
-        """The argument in error messages about calls that pass flat arguments."""
+        """How error messages about a flat call (one argument per field) name this argument."""
         return f"argument {self.name!r}" + f" ({self.path})" * (self.path != self.name)
 
     @property
     def is_tensor(self) -> bool:
-        # Test only the start, because the name of an opaque type may contain "Tensor" too.
+        # Only look at the start, because the name of an opaque type may contain "Tensor" as well.
         return self.kind.schema.startswith("Tensor")
 
     def make_optional(self) -> None:
-        """Add a default to pass if the enclosing optional structure is None."""
+        """Add a default, which is passed if the enclosing optional structure is None."""
         if self.kind.schema in TENSOR_LISTS or self.default is not MISSING:
-            return  # the dispatcher ignores tensors in optional lists, so a list stays required
+            return  # keep lists required, because the dispatcher ignores tensors in optional lists
         self.is_required_if_given = not self.is_optional
         self.default = None
 
@@ -257,8 +258,8 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        # Authors may declare a separate class for the gradients, so accept any object with these
-        # fields.
+        # Accept any object with these fields, because authors may declare a separate class for
+        # gradients.
         parts = {} if value is None else self.shape.parts(as_mapping(value))
         if parts is None:
             names = ", ".join(self.fields)
@@ -271,7 +272,7 @@ class Fields(Node):
 
 
 class Pair(Node):
-    """A value that splits into two parts, such as a dict into a list of keys and a list of values.
+    """A value that is split in two, such as a dict into a list of keys and a list of values.
 
     If the second part is a list of tensors, the first part contains their keys.
     """
@@ -335,9 +336,9 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """An optional structure. A flag is False if the structure is None.
+    """An optional structure, with a flag that is False if the structure is None.
 
-    For an argument, the flag is an additional bool argument of the schema.
+    If the structure is an argument, the flag is an extra bool argument of the schema.
     """
 
     def __init__(self, flag: Any, inner: Node) -> None:

@@ -8,7 +8,7 @@ from torchop._schema.kinds import Container, Kind, check_length, list_of, wrong_
 
 
 def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function that splits a dict into keys and values, and one that rebuilds the dict."""
+    """Return two functions: one splits a dict into keys and values, and one rebuilds the dict."""
     exact, encode_item = item.exact, item.encode
 
     def encode(value: Any, where: str) -> tuple[list[str], list[Any]]:
@@ -35,9 +35,9 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def nested(
     outer: Container, inner: Container, item: Kind
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function that flattens a list of lists, and another that rebuilds the list of lists.
+    """Return two functions: one flattens a list of lists, and one rebuilds the list of lists.
 
-    The first function returns a list of all items and a list with the length of each inner list.
+    The first returns all items as one list, and a second list with the length of each inner list.
     """
     encode_rows = list_of(list_of(item, inner.length), outer.length).encode
     row_type: type = tuple if inner.is_tuple else list

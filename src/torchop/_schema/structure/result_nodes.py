@@ -15,7 +15,7 @@ from torchop._schema.structure.source import Source
 class ResultFields(Fields):
     """A result with fields, such as a dataclass.
 
-    Backward formulas receive the gradients of its fields as an object of the same class.
+    Backward formulas receive the gradients of the fields as an object of the same class.
     """
 
     def gather(self, values: Mapping[str, Any]) -> Any:
@@ -25,7 +25,7 @@ class ResultFields(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Skip __init__, because it may validate the values and would then reject gradients.
+        # Skip __init__: if it validates the values, it would reject gradients.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -38,7 +38,7 @@ class ResultFields(Fields):
             return {name: getattr(value, name) for name in self.fields}
         if isinstance(value, (tuple, list)) and len(value) == len(self.fields):
             return dict(zip(self.fields, value, strict=True))
-        return dict.fromkeys(self.fields, value)  # a single value, used for all fields
+        return dict.fromkeys(self.fields, value)  # use a single value for all fields
 
 
 def result_leaf(path: str, schema: str, decode: Encode | None = None) -> Leaf:
@@ -46,7 +46,7 @@ def result_leaf(path: str, schema: str, decode: Encode | None = None) -> Leaf:
 
 
 class Described(str):
-    """A description of a value, which error messages show without the quotes of a string."""
+    """A description of a value that error messages show without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -55,15 +55,15 @@ class Described(str):
 class Static(Node):
     """A part of a result that the fake kernel determines, such as a string.
 
-    The schema has no result for this part, because its value is stored in the layout of the result.
+    This part is not a result in the schema, because its value is stored in the layout of the
+    result.
 
     Attributes:
-        check: checks a value and returns it in a hashable form.
+        check: validates a value and returns it in a hashable form.
         exact: values of exactly this class need no check.
-        decode: converts the hashable form to the value of the field. None if both are the same.
-        is_number: whether the value may equal a value of another type, as 1 equals 1.0.
-        describe: yields the parts of the hashable form for error messages, each as a pair of a path
-            and a description.
+        decode: converts the hashable form back to the field's value. None if both are the same.
+        is_number: whether the value may be equal to a value of another type, such as 1 and 1.0.
+        describe: describes the hashable form for error messages, as pairs of a path and a text.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ class UnsupportedTypeError(Exception):
 def build_result(annotation: Any, path: str = RESULT, inside: tuple[Any, ...] = ()) -> Node:
     """Build the tree of a result, or of a field of a result.
 
-    Tensors and ints are leaves, which means that they are results in the schema. All other values
-    are static parts. `inside` contains the types of the enclosing structures.
+    Tensors and ints become leaves, i.e. results in the schema. All other values become static
+    parts, which are stored in the layout. `inside` lists the types of the enclosing structures.
     """
     annotation = without_annotated(annotation)
     inner, optional = types.strip_optional(annotation)
@@ -100,7 +100,7 @@ def _container(annotation: Any) -> Container | None:
 
 
 def _items(annotation: Any, path: str, inside: tuple[Any, ...]) -> Items | None:
-    """Build the node of a list, tuple or dict with items that no other node describes."""
+    """Build the node of a list, tuple or dict whose items are described by no other node."""
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is dict and args[0] is str:
         container: type = dict
@@ -116,7 +116,7 @@ def _items(annotation: Any, path: str, inside: tuple[Any, ...]) -> Items | None:
                 f"{leaf.path} is an object that is passed by reference, which cannot be a field of "
                 "a structure in a list, or an item of a dict. Return a list of objects."
             )
-        if leaf.is_tensor:  # the dispatcher checks the items too, but cannot name their paths
+        if leaf.is_tensor:  # the dispatcher checks items too, but can't name their paths
             _check_tensors(leaf)
     return Items(path, node, container)
 
@@ -161,7 +161,7 @@ def _maybe(inner: Node) -> Maybe:
         elif is_object(leaf.kind) and not leaf.is_optional:
             leaf.kind = leaf.kind._replace(schema=f"{leaf.kind.schema}?")
         elif leaf.kind.schema == "SymInt":
-            leaf.default = 0  # returned in place of the number if the structure is None
+            leaf.default = 0  # returned instead of the int if the structure is None
     flag = Static(
         inner.path,
         lambda value, where: value,
@@ -179,8 +179,8 @@ def _fields(annotation: Any, path: str, inside: tuple[Any, ...]) -> Node | None:
     check_end(path, annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
-        # Join the names instead of using an f-string, because a field's name may be an instance of
-        # a str subclass that overrides `__format__`, which an f-string would call.
+        # Use join instead of an f-string: a field's name may be an instance of a str subclass, and
+        # an f-string would call its `__format__`.
         is_tuple = typing.get_origin(annotation) is tuple
         place = f"{path}[{name}]" if is_tuple else ".".join((path, name))
         nodes[name] = build_result(field.annotation, place, (*inside, annotation))

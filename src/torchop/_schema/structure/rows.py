@@ -20,9 +20,10 @@ from torchop._schema.structure.source import Source
 
 
 class Rows(Node):
-    """A list of structures (the rows). Each leaf is a column: the list of one field of all rows.
+    """A list of structures, stored by column: each leaf is the list of one field of all rows.
 
-    `row` describes a single row, and its leaves have the same names as the columns.
+    `row` is the tree of a single row, i.e. one structure. Its leaves have the same names as the
+    columns.
     """
 
     def __init__(self, path: str, row: Node, container: type) -> None:

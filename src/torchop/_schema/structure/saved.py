@@ -1,8 +1,8 @@
 """Save structures for the backward pass.
 
-Autograd must own saved tensors, so the tensors are passed to `ctx.save_for_backward`. The rest of
-the value becomes a *template*, in which placeholders replace the tensors. The template is stored as
-an attribute of `ctx`.
+Autograd must own saved tensors, so we pass the tensors to `ctx.save_for_backward`. What remains of
+the value is a *template*, with placeholders in place of the tensors, which we store as an attribute
+of `ctx`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _TENSOR = object()
 _TEMPLATES = "_torchop_templates"
 
 
-# Values of these types are saved unchanged. Checking for these types first keeps saving fast,
-# because such values need no further inspection.
+# Values of these types are saved unchanged. We check for them first because most values need no
+# further inspection then, which keeps saving fast.
 _PLAIN = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device})
-# Maps dataclasses to their field names. The keys are weak, so that classes can be freed.
+# Maps dataclasses to their field names. The keys are weak references, so that classes can be freed.
 _names: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -34,7 +34,7 @@ class _Object(NamedTuple):
 
 
 def save(ctx: Any, values: Iterable[Any]) -> None:
-    """Save values, which may be structures, for `saved`."""
+    """Save values, including structures, so that `saved` can return them."""
     tensors: list[Any] = []
     templates = [_template(value, tensors) for value in values]
     is_plain = all(template is _TENSOR for template in templates)
@@ -81,8 +81,8 @@ def _filled(template: Any, tensors: Iterator[Tensor]) -> Any:
         fields = [_filled(field, tensors) for field in template.fields]
         if issubclass(template.cls, tuple):
             return template.cls(*fields)
-        # Skip __init__, because it may validate the values again, and the object was valid when it
-        # was saved.
+        # Skip __init__, because it may validate the values, which were already valid when they were
+        # saved.
         value: Any = object.__new__(template.cls)
         for name, field in zip(template.names, fields, strict=True):
             object.__setattr__(value, name, field)

@@ -26,7 +26,7 @@ class Field(NamedTuple):
 
 
 class Shape:
-    """Describes a type with fields. Generates code that reads its fields or creates instances."""
+    """Describes a type with fields, and generates code to read them or to create instances."""
 
     def __init__(
         self, spelled: str, fields: Mapping[str, Field], qualified: str | None = None
@@ -38,27 +38,27 @@ class Shape:
     def unpack(self, source: Source, value: str, path: str) -> Callable[[str], str]:
         """Emit code that checks the type of an object.
 
-        `value` is a Python expression for the object, and `path` names it in errors. Return a
-        function that maps the name of a field to a Python expression for the field.
+        `value` is a Python expression for the object, and `path` is its name in error messages.
+        Return a function that maps a field's name to a Python expression for the field.
         """
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Emit code that creates an object, and return a Python expression for the object.
+        """Emit code that creates an object, and return a Python expression for it.
 
         `fields` maps the name of each field to a Python expression for its value.
         """
         raise NotImplementedError
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:
-        """Return the fields of an object or a mapping, or None for other values."""
+        """Return an object or a mapping as a mapping from field names, or None for other values."""
         if isinstance(value, Mapping):
             return value if set(value) <= set(self.fields) else None
         return None
 
 
 class TupleShape(Shape):
-    """A result that is a tuple of fixed length. The fields are named `"0"`, `"1"`, and so on."""
+    """A result that is a fixed-length tuple, with fields named `"0"`, `"1"` and so on."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         super().__init__("tuple", {str(index): Field(item) for index, item in enumerate(items)})
@@ -95,8 +95,8 @@ class ClassShape(Shape):
         self.is_of_result = is_of_result
 
     def unpack(self, source: Source, value: str, path: str) -> Callable[[str], str]:
-        # Reject subclasses, because the operator would rebuild an instance of the base class and
-        # lose the extra fields.
+        # Reject subclasses: the operator would rebuild an instance of the base class, and their
+        # extra fields would be lost.
         wrong = wrong_result if self.is_of_result else wrong_type
         with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
             arguments = f"{source.where(path)}, {source.object(self.spelled)}, {value}"
@@ -112,12 +112,12 @@ class ClassShape(Shape):
 class DataclassShape(ClassShape):
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
-        # For results, call the class, because Dynamo traces this code and supports no other way to
-        # create an object.
+        # Results are rebuilt in code that Dynamo traces, and Dynamo supports no way to create an
+        # object other than calling the class.
         if self.is_of_result or has_custom_construction(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
-        # Skip __init__, because for a frozen dataclass it takes longer than the rest of the call.
+        # Skip __init__, which for a frozen dataclass would take longer than the rest of the call.
         local = source.variable(f"made_{self.spelled}")
         source.line(f"{local} = {source.object(object.__new__)}({cls})")
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):
@@ -136,14 +136,14 @@ class DataclassShape(ClassShape):
 
 
 def has_custom_construction(cls: Any) -> bool:
-    """Return whether creating an instance runs code that the author of the class wrote."""
+    """Return whether creating an instance runs code written by the author of the class."""
     code = getattr(cls.__init__, "__code__", None)
     return (
         hasattr(cls, "__post_init__")
         or "__dataclass_fields__" not in vars(cls)  # a subclass that is not a dataclass itself
         or code is None
-        # A generated __init__ has the file name "<string>". So does code from `python -c`, so also
-        # compare the qualified name, which Python 3.11 added to code objects.
+        # A generated __init__ has the file name "<string>", but so does code from `python -c`. So
+        # compare the qualified name too, which code objects have since Python 3.11.
         or code.co_filename != "<string>"
         or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__
@@ -161,7 +161,7 @@ class NamedTupleShape(ClassShape):
 
 
 def as_mapping(value: Any) -> Any:
-    """Return a dict of the fields of a dataclass or NamedTuple, and other values unchanged."""
+    """Return the fields of a dataclass or NamedTuple as a dict, and other values unchanged."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return value._asdict() if hasattr(value, "_asdict") else value
@@ -207,7 +207,7 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
     """Return a dataclass's fields.
 
-    Raise SchemaError if the fields are not enough to rebuild an object.
+    Raise SchemaError if an object cannot be rebuilt from its fields alone.
     """
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]

@@ -1,7 +1,7 @@
 """Generate the source of a function line by line, and compile it.
 
-User-defined names, such as field names, are inserted into the source only if `is_plain` accepts
-them. Everything else becomes a global variable of the generated code, under a generated name.
+A user-defined name, such as a field's name, is inserted into the source only if `is_plain` accepts
+it. Everything else becomes a global variable of the generated code, with a generated name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TYPES = {id(value): name for name, value in vars(builtins).items() if isinstanc
 
 
 def is_plain(name: Any) -> bool:
-    """Return whether a name can be inserted into source code, and keeps its meaning there."""
+    """Return whether a name can be inserted into source code as it is."""
     return (
         type(name) is str  # a subclass may override __format__
         and name.isascii()  # Python normalizes other letters, e.g. ligatures
@@ -34,10 +34,10 @@ def is_plain(name: Any) -> bool:
 class Source:
     """The source code of one generated function, and the objects that it uses.
 
-    Generated code is used because a loop over the arguments would be slower, and Dynamo would have
-    to unroll the loop.
+    We generate code because a loop over the arguments would be slower, and because Dynamo would
+    have to unroll it.
 
-    Tracebacks show `title` and the name of the operator in place of a file name.
+    In tracebacks, `title` and the operator's name appear in place of a file name.
     """
 
     def __init__(self, op: object, title: str, parameters: Iterable[str] = ()) -> None:
@@ -48,8 +48,8 @@ class Source:
         self._parameters = frozenset(parameters)
         assert all(map(is_plain, self._parameters))
         self._names = {*self._parameters, *_RESERVED}
-        # The global variables of the generated code. Do not define `__name__`, because Dynamo would
-        # then look up the variables in the module with that name.
+        # The global variables of the generated code. They must not include `__name__`, because
+        # Dynamo would then look up the variables in the module of that name.
         self._objects: dict[str, Any] = {"__builtins__": builtins}
 
     def line(self, text: str) -> None:
@@ -66,7 +66,7 @@ class Source:
         self._indent -= 1
 
     def condition(self, conditions: Sequence[str]) -> AbstractContextManager[None]:
-        """Emit an `if` statement around a block, unless there are no conditions."""
+        """Put a block inside an `if` statement, unless there are no conditions."""
         if not conditions:
             return contextlib.nullcontext()
         return self.block(f"if {' and '.join(conditions)}:")
@@ -96,7 +96,8 @@ class Source:
         return name
 
     def where(self, path: str) -> str:
-        """Return a literal that error messages start with, such as `'lib::crop: cfg.box'`."""
+        """Return a string literal that error messages start with, such as `'lib::crop:
+        cfg.box'`."""
         return repr(f"{self.op}: {path}")
 
     def attribute(self, value: str, name: str) -> str:
@@ -116,8 +117,8 @@ class Source:
 
     def function(self, name: str) -> Callable[..., Any]:
         text = self.text
-        # Add the source to linecache for tracebacks and debuggers. An entry whose mtime is None is
-        # never dropped.
+        # Add the source to linecache, where tracebacks and debuggers find it. linecache never drops
+        # an entry whose mtime is None.
         linecache.cache[self._file] = (len(text), None, text.splitlines(keepends=True), self._file)
         exec(compile(text, self._file, "exec"), self._objects)
         function: Callable[..., Any] = self._objects[name]

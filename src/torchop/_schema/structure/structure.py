@@ -1,7 +1,7 @@
 """Convert between structured values, such as dataclasses, and the arguments of a flat schema.
 
-A schema cannot express an argument with fields, so it has a separate argument for each field
-instead. The operator with this schema is called the *flat* operator, and its arguments are the
+A schema cannot express an argument with fields, so the schema has a separate argument for each
+field instead. We call the operator with this schema the *flat* operator, and its arguments the
 *flat* arguments.
 """
 
@@ -32,7 +32,7 @@ class Structure:
     """Generates the functions that convert between objects and flat values for one operator.
 
     Attributes:
-        result: the annotation tree of the result. It is a single leaf if the result needs no
+        result: the annotation tree of the result, which is a single leaf if the result needs no
             conversion.
         result_count: the number of gradients that a backward formula receives.
         positional: the leaves that are positional arguments of the flat operator.
@@ -60,15 +60,15 @@ class Structure:
             places = [static.path for static in self.result.statics()]
             self.layouts = Layouts(op, places)
         # The results of the flat operator. If the author's result has parts that are not tensors,
-        # the last one is the number of the layout.
+        # the last flat result is an int that identifies their values (see `layouts`).
         self._flat = [leaf.name for leaf in self.result.leaves()]
         self._flat += [_LAYOUT] * bool(self._statics)
         self.decisions = Decisions(op, [n.path for n in self.result.leaves()], self._layout_of)
         self.overload: Callable[..., Any] | None = None
         self.on_deregister: Callable[[], None] | None = None
         self._bind: Callable[..., Any] | None = None
-        # One pair for each generated function that calls the flat operator: the function, and the
-        # name of its global variable that holds the operator.
+        # The generated functions that call the flat operator, each paired with the name of the
+        # global variable that holds the operator.
         self._callers: list[tuple[Any, str]] = []
 
     @property
@@ -81,7 +81,7 @@ class Structure:
 
     @property
     def results(self) -> list[tuple[Any, Node]]:
-        """The (annotation, tree) pairs of the results that need a conversion.
+        """The results that need a conversion, as (annotation, tree) pairs.
 
         If the function returns a tuple, each item is a result.
         """
@@ -97,18 +97,18 @@ class Structure:
     ) -> tuple[Any, ...]:
         """Group values by parameter.
 
-        `values` contains one value, such as a tangent, for each positional leaf. The result has one
-        item for each positional parameter, which for a structure is a mapping from field names to
-        values. `statics` contains the values from `statics_of_call`.
+        `values` holds one value, such as a tangent, for each positional leaf. The result holds one
+        item for each positional parameter; for a structure, the item is a mapping from field names
+        to values. `statics` is the result of `statics_of_call`.
         """
         flat = {**statics, **dict(zip([x.name for x in self.positional], values, strict=False))}
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def statics_of_call(self, kwargs: Mapping[str, Any], flat: Any) -> dict[str, Any]:
-        """Return the values of a call, by name, that determine the structure of the gradients.
+        """Return the values of a call that determine the structure of its gradients, by name.
 
-        These are the keys of dicts in the arguments, and the static parts of the result. `flat` is
-        the result of the flat operator.
+        These are the keys of dicts in the arguments, and the static (non-tensor) parts of the
+        result. `flat` is the result of the flat operator.
         """
         statics = self.keys_of_call(kwargs)
         if self.layouts is not None:
@@ -129,16 +129,16 @@ class Structure:
 
     @functools.cached_property
     def keys(self) -> list[Leaf]:
-        """The arguments with the keys of dicts of tensors."""
+        """The arguments that hold the keys of dicts of tensors."""
         nodes = [parameter.node for parameter in self.parameters]
         return [key for node in nodes for key in node.keys_of_tensors()]
 
     def gather_each_result(
         self, flat: tuple[Any, ...], statics: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Convert the gradients of the flat results to the arguments of a backward formula.
+        """Convert the gradients of the flat results to arguments for the author's backward formula.
 
-        `statics` contains the static parts of the result.
+        `statics` holds the static (non-tensor) parts of the result.
         """
         if not self.returns_objects:
             return flat
@@ -146,10 +146,10 @@ class Structure:
         return gathered if self._returns_tuple else (gathered,)
 
     def spread_gradients(self, returned: Any, statics: Mapping[str, Any]) -> dict[str, Any]:
-        """Split the gradients that a backward formula returned into a dict by leaf name."""
+        """Split the gradients that a backward formula returned into a dict by leaf."""
         inputs = self.positional_parameters
-        # Check for exactly `tuple`, because a NamedTuple is the gradient of a single structured
-        # argument and not a tuple with the gradients of several arguments.
+        # Only a plain tuple holds the gradients of several arguments. A NamedTuple is the gradient
+        # of a single structured argument.
         gradients = returned if type(returned) is tuple else (returned,)
         while len(gradients) > len(inputs) and gradients[-1] is None:
             gradients = gradients[:-1]
@@ -171,18 +171,15 @@ class Structure:
         return flat
 
     def gather_result(self, flat: Any) -> Any:
-        """Arrange values in the structure of the author's result.
+        """Pack one value per flat result, such as shapes, into the author's structure.
 
-        `flat` contains one value, such as a shape, for each flat result.
+        This is the structure that the author's function returns, for example a NamedTuple.
         """
         values = (flat,) if len(self._flat) == 1 else flat or ()
         return self.result.gather(dict(zip(self._flat, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """Split a value into one value for each flat result.
-
-        `value` has the structure of the author's result.
-        """
+        """Split a value shaped like the author's result into one value per flat result."""
         flat = self.result.spread(value, {})
         values = tuple(flat.get(name) for name in self._flat)
         return values[0] if len(values) == 1 else values
@@ -209,9 +206,9 @@ class Structure:
     ) -> Callable[..., Any]:
         """Generate a function that takes objects and calls the flat operator.
 
-        If `is_method` is true, the function has an additional first parameter for the handle (the
-        object that `custom_op` returns). If `is_flat` is true, the function returns the flat
-        result, and `invalidate` does not change the function.
+        If `is_method` is true, the function has an additional first parameter for the handle, i.e.
+        the object that `custom_op` returns. If `is_flat` is true, the function returns the flat
+        result, and `invalidate` leaves the function unchanged.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call")
         name = f"{name}"  # a plain str, because `__name__` may be an instance of a subclass
@@ -244,11 +241,12 @@ class Structure:
         return self.caller(_collect, "arguments", is_flat=True)
 
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
-        """Make the generated functions call `raise_error` instead of the deregistered operator.
+        """Make the generated functions raise an error once the operator is deregistered.
 
-        In eager mode, calling the deregistered overload raises anyway, but a compiled graph would
-        call a new operator of the same name. Changing a global variable of the generated function
-        makes Dynamo's guards fail, so Dynamo traces the call again and reaches `raise_error`.
+        In eager mode, calling the deregistered overload already raises an error, but a compiled
+        graph would call a new operator of the same name. So this replaces the operator, a global
+        variable of the generated functions, by `raise_error`. Dynamo's guards then fail, and Dynamo
+        traces the call again and reaches `raise_error`.
         """
         for function, called in self._callers:
             function.__globals__[called] = raise_error
@@ -262,7 +260,7 @@ class Structure:
         return self.caller(self.overload, "call")
 
     def _write_explained_call(self, source: Source, handle: str, result: str, call: str) -> None:
-        """Write `result = call`. If the dispatcher rejects the call, raise an error with a fix."""
+        """Emit `result = call`, and a handler that turns dispatcher errors into clearer ones."""
         error, explained = source.variable("error"), source.variable("explained")
         with source.block("try:"):
             source.line(f"{result} = {call}")
@@ -299,7 +297,7 @@ class Structure:
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a kernel so that it takes and returns flat values.
 
-        The author's kernel takes and returns objects, such as dataclasses.
+        The kernel as the author wrote it takes and returns objects, such as dataclasses.
         """
         if self._bind is None:
             self._bind = self._binder("kernel")
@@ -309,7 +307,7 @@ class Structure:
         return flat  # type: ignore[no-any-return]
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a fake kernel, as `kernel` does, and also record the structure of its results."""
+        """Wrap a fake kernel as in `kernel`, and also record the structure of its results."""
         flat = self._binder("fake kernel")(function)
         decisions, names = self.decisions, [leaf.name for leaf in self.keyword_only]
         decisions.made.clear()  # another fake kernel made these decisions
@@ -326,14 +324,15 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Converts flat arguments to `(args, kwargs)` for the author's functions."""
+        """The function that converts flat arguments to `(args, kwargs)` of the author's
+        functions."""
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
         """Generate `bind(function)`, which returns a wrapper that takes flat arguments.
 
-        The wrapper rebuilds the objects from the flat arguments and passes them to `function`. If
-        `what` is "kernel", the wrapper also flattens the result.
+        The wrapper rebuilds objects, such as dataclasses, from the flat arguments and passes them
+        to `function`. If `what` is "kernel", it also flattens the result.
         """
         source, variables = self._source(what, flat=True)
         function = source.variable("function")
@@ -356,8 +355,8 @@ class Structure:
         if self.layouts is not None:
             number_of = source.object(self.layouts.number_of, "layout")
             statics = "".join(f"{variables[name]}, " for name in self._statics)
-            # Add the text of each number to the key, because it may equal a number of another type
-            # or sign.
+            # The key includes the text of each number, because a number may be equal to one of
+            # another type or sign, such as 1 and 1.0.
             text_of = source.object(repr)
             texts = "".join(
                 f"{text_of}({variables[static.name]}), "
@@ -376,7 +375,8 @@ class Structure:
 
     @functools.cached_property
     def rebuilt_result(self) -> Callable[[Any], Any]:
-        """The function that converts the flat operator's result to the author's result."""
+        """The function that rebuilds the author's result (e.g. a dataclass) from the flat
+        results."""
         source = Source(self.op, "result", ("result",))
         with source.block("def rebuilt(result):"):
             self._write_return(source, "result")
@@ -384,7 +384,7 @@ class Structure:
 
     @functools.cached_property
     def flat_result(self) -> Callable[[Any], Any]:
-        """The function that converts the author's result to the flat operator's result."""
+        """The function that splits the author's result (e.g. a dataclass) into the flat results."""
         source = Source(self.op, "flat result", ("returned",))
         with source.block("def flat(returned):"):
             self._write_flat_return(source, "returned")
@@ -396,8 +396,8 @@ class Structure:
     def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
         """Return an empty `Source`, and a dict from flat arguments to generated variables.
 
-        If `flat` is set, the parameters of the generated function are the flat arguments.
-        Otherwise, they are the parameters of the author's function.
+        If `flat` is set, the generated function takes the flat arguments. Otherwise, it takes the
+        same parameters as the author's function.
         """
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
         source = Source(self.op, title, names)
@@ -409,7 +409,7 @@ class Structure:
 
     def _declared(self, source: Source, handle: str | None) -> str:
         parameters = [parameter.declared for parameter in self.parameters]
-        if handle is not None:  # positional-only, because another parameter may have the same name
+        if handle is not None:  # positional-only, in case another parameter has the same name
             parameters.insert(0, inspect.Parameter(handle, inspect.Parameter.POSITIONAL_ONLY))
         return _written(inspect.Signature(parameters), source)
 
@@ -430,7 +430,7 @@ def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 class _Expression:
-    """A parameter default that `str(inspect.Signature)` shows as the expression `text`."""
+    """A parameter default that `str(inspect.Signature)` writes as the expression `text`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
