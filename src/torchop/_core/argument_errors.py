@@ -25,10 +25,11 @@ def tensor_for_number(
 ) -> ArgumentError | None:
     """Return an error if a call passes a tensor for a number.
 
-    Otherwise, the dispatcher would silently convert the tensor to a number. That drops the tensor's
-    gradient and, for an int argument, the fraction. In compiled code, the same call would fail.
+    Without this check, the dispatcher would silently convert the tensor to a number, and thereby
+    drop its gradient and, for an int argument, its fraction. In compiled code, the same call would
+    fail.
 
-    `others` contains the schemas of the other overloads, because PyTorch may select one of these
+    `others` holds the schemas of the operator's other overloads, one of which PyTorch may select
     for the call instead.
     """
     values = values_by_name(schema, args, kwargs)
@@ -54,7 +55,7 @@ def tensor_for_number(
 def argument_error(
     name: OpName, error: RuntimeError, keywords: Iterable[str] = ()
 ) -> ArgumentError | None:
-    """Turn a dispatcher error into one that suggests a fix. Return None for any other error.
+    """Return a dispatcher error with a suggested fix, or None for any other error.
 
     `keywords` are the names of the call's keyword arguments.
     """
@@ -69,7 +70,7 @@ def argument_error(
         )
     text = str(error)
     if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
-        # The dispatcher looks for missing arguments before it looks for unknown keywords, so if a
+        # The dispatcher checks for missing arguments before it checks for unknown keywords. So if a
         # keyword is misspelled, its message does not mention the misspelled name.
         known = _PARAMETER.findall(counted["schema"])
         for keyword in keywords:
@@ -96,8 +97,8 @@ def argument_error(
     )
 
 
-# Patterns for the error messages of createStackForSchema (torch/csrc/jit/python/pybind_utils.h) and
-# of FunctionSchema::findErrorInKwargs.
+# These patterns match the error messages of createStackForSchema
+# (torch/csrc/jit/python/pybind_utils.h) and FunctionSchema::findErrorInKwargs.
 _COUNT = re.compile(
     r"(?P<sentence>(?P<name>\S+)\(\) (?P<problem>takes|expected at most|is missing).*?)\.? +"
     r"Declaration: (?P<schema>.*)"
@@ -122,8 +123,8 @@ _VALUE = re.compile(
 )
 
 
-# The dispatcher stores these types as integers and calls them "int" in its messages, so map them to
-# the types that users pass.
+# The dispatcher stores these types as integers and calls them "int" in its messages. In our
+# messages, replace "int" by the type that users pass.
 _STORED_AS_INT = {
     "ScalarType": "torch.dtype",
     "Layout": "torch.layout",

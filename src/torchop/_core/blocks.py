@@ -11,8 +11,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Block(contextlib.ContextDecorator):
     """A context manager that can also decorate functions, but not generators or coroutines.
 
-    Calling a generator or coroutine function returns before the body of the function runs, so the
-    context manager would exit too early.
+    Calling a generator or coroutine function returns before its body has run, so the context
+    manager would exit too early.
     """
 
     def __call__(self, function: _Function) -> _Function:

@@ -14,7 +14,8 @@ REMEDY = "Set TORCHOP_CACHE_DIR to a folder that only you can write to"
 def cache_folder() -> Path:
     """Return `TORCHOP_CACHE_DIR`, or by default `torchop` in the user's cache directory.
 
-    Symbolic links in the parent path are resolved, so permission checks apply to the real folders.
+    Symbolic links in the parent path are resolved, so that permission checks apply to the folders
+    that are actually used.
     """
     path = os.environ.get("TORCHOP_CACHE_DIR")
     folder = Path(path).absolute() if path else _caches_of_user() / "torchop"
@@ -30,8 +31,8 @@ def _caches_of_user() -> Path:
         home = Path.home()
     except RuntimeError:
         home = Path()
-    # A relative path would be resolved against the working directory, which may belong to another
-    # user, so reject it.
+    # Reject a relative path, because it would be resolved against the working directory, which may
+    # belong to another user.
     if not home.is_absolute():
         raise NativeUnavailableError(f"there is no home folder for a cache. {REMEDY}")
     if sys.platform == "darwin":

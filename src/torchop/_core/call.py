@@ -38,7 +38,7 @@ def values_by_name(
 def passed(
     places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return the (name, value) pairs of the arguments in `places` that the call passes.
+    """Return the (name, value) pairs of those arguments in `places` that the call passes.
 
     `places` contains (position, name) pairs, like `Schema.mutated_places`.
     """
@@ -76,14 +76,14 @@ def mutated_tensors(
 def returned_arguments(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the mutated arguments, which an in-place or out= operator must return as results."""
+    """Return the mutated arguments, i.e. the results of an in-place or out= operator."""
     if schema.form is Form.INPLACE:
         return (args[0],)
     return tuple(kwargs[name] for name in schema.mutated)
 
 
 def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Like `returned_arguments`, but return a single argument without a tuple around it."""
+    """Like `returned_arguments`, but unwrap the tuple if there is only one argument."""
     returned = returned_arguments(schema, args, kwargs)
     return returned if len(returned) > 1 else returned[0]
 
@@ -132,8 +132,8 @@ def named_tensors(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (argument name, description, tensor) for each tensor in (argument name, value) pairs.
 
-    The description is used in error messages and starts with `noun`, as in "input 'tensors[0]'".
-    `places` maps argument names to the names that descriptions show instead.
+    The description, such as "input 'tensors[0]'", is meant for error messages and starts with
+    `noun`. `places` maps argument names to the names to show in descriptions instead.
     """
     for name, value in values:
         for place, tensor in _places(places.get(name, name), value):
@@ -167,13 +167,13 @@ def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             if isinstance(item, Tensor):
-                # A name ending in "[*]" already stands for all items of the list, so add no index
-                # (see `structure.items`).
+                # A name that ends in "[*]" already stands for all items of the list, so it needs no
+                # index (see `structure.items`).
                 yield str(name) if str(name).endswith("[*]") else f"{name}[{index}]", item
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to a value, or to the items of a list, if they are instances of `kind`."""
+    """Apply `change` to a value, or to the items of a list, where they are instances of `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, kind) for item in value):

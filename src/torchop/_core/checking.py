@@ -1,8 +1,8 @@
 """The hook through which `torchop.testing.checking` checks kernels and formulas.
 
 While any thread is inside a `with torchop.testing.checking()` block, call plans wrap each kernel in
-a check. Entering the first block and exiting the last one invalidate all call plans, so checking
-costs nothing outside of these blocks.
+a check. Entering the first such block and exiting the last one invalidate all call plans, so calls
+outside of these blocks pay nothing for the feature.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchop._schema.schema import Schema
 
 
 class Checker(Protocol):
-    """Wraps the functions of a call plan, so that calls in a `checking` block are checked."""
+    """Wraps the functions in a call plan, so that calls inside a `checking` block are checked."""
 
     def kernel(
         self,
@@ -56,9 +56,9 @@ def set_checker(new: Checker | None) -> None:
 
 
 def recompile_for_checking(plan: _Plan) -> None:
-    """Register `plan` to be invalidated when checking starts or stops.
+    """Have `plan` invalidated whenever checking starts or stops.
 
-    Only a weak reference is stored, so this does not keep the plan alive.
+    The plan is stored as a weak reference, so this does not keep it alive.
     """
     with registration_lock:
         _plans.add(plan)
@@ -72,12 +72,12 @@ def checked(
     leading: int = 0,
     is_helper: bool = False,
 ) -> Callable[..., Any]:
-    """If any thread is inside a `checking` block, return a wrapper that checks calls to `kernel`.
+    """Wrap `kernel` in a check if any thread is inside a `checking` block, or return it unchanged.
 
-    Otherwise, return `kernel` itself. The wrapper does not check the first `leading` arguments,
-    such as the dispatch keys. The caller must hold `registration_lock` until it has stored the call
-    plan that contains the returned function. Otherwise, checking could start or stop in between,
-    and the stored plan would already be out of date.
+    The first `leading` arguments, such as the dispatch keys, are not checked. The caller must hold
+    `registration_lock` until it has stored the call plan with the returned function. Without the
+    lock, checking could start or stop in between, so the stored plan would be out of date from the
+    beginning.
     """
     if checker is None:
         return kernel

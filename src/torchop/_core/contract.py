@@ -22,25 +22,25 @@ from torchop._schema.schema import Schema
 class ResultCheck:
     """Check that a kernel's results match the return types of the schema.
 
-    PyTorch does not check the number of results and may read out of bounds if a kernel returns too
-    many. If a result has the wrong type, PyTorch's error only mentions a failed C++ cast.
+    PyTorch does not check how many results a kernel returns, and may read out of bounds if there
+    are too many. If a result has the wrong type, PyTorch's error only mentions a failed C++ cast.
     """
 
     __slots__ = ("_checks", "_finish", "_returns")
 
     def __init__(self, returns: Sequence[str], *, returns_arguments: bool = False) -> None:
         self._returns = kinds = returns
-        # An argument may be an inference tensor, and must be returned as it is.
+        # An argument that is returned may be an inference tensor, so don't replace it.
         self._finish: Callable[[Any], Any] = _same if returns_arguments else without_inference
         if len(returns) > 1:
-            # With several results, accept None for a tensor, just as a C++ kernel may return an
-            # undefined tensor. Reject None as the only result, because it usually means that the
-            # kernel is missing a `return`.
+            # If there are several results, accept None for a tensor, because C++ kernels may return
+            # undefined tensors too. Reject None as the only result, where it usually means that the
+            # kernel lacks a `return`.
             kinds = ["Optional[Tensor]" if kind == "Tensor" else kind for kind in returns]
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
-        """Return the result, as a tuple if the schema declares several. Raise if it is invalid."""
+        """Return a valid result, as a tuple if the schema declares several. Raise otherwise."""
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
@@ -67,10 +67,10 @@ def _same(result: Any) -> Any:
 
 
 def without_inference(result: Any) -> Any:
-    """Replace inference tensors in a result by normal tensors that share their memory.
+    """Replace inference tensors in a result by normal tensors with the same memory.
 
-    A kernel that runs under `torch.inference_mode()` returns inference tensors. Autograd silently
-    ignores these tensors, so the caller would get no gradient for any tensor that it combines with
+    A kernel that runs under `torch.inference_mode()` returns inference tensors. Since autograd
+    silently ignores these, the caller would get no gradient for any tensor that it combines with
     the result.
     """
     if isinstance(result, list):
@@ -81,8 +81,8 @@ def without_inference(result: Any) -> Any:
         is_inference = result.is_inference()
     if not is_inference:
         return result
-    # An active TorchFunctionMode may be tracking dependencies, for example to derive a formula. It
-    # can see that a copy depends on `result`, but it cannot see this through `set_`.
+    # An active TorchFunctionMode may be tracking dependencies, for example to derive a formula.
+    # Such a mode sees that a copy depends on `result`, but `set_` would hide the dependency.
     is_followed = dispatch.function_modes_are_active()
     if type(result) is not Tensor or result.layout is not torch.strided or is_followed:
         return result.clone()
@@ -109,20 +109,20 @@ def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callabl
             return value.layout is torch.strided and value.numel() == 1
         try:
             return isinstance(value, classes) or bool(read(value))
-        except Exception:  # user-defined conversion methods may raise anything
+        except Exception:  # conversion methods written by users may raise anything
             return False
 
     return check
 
 
-# Require `__float__`, because `float` on its own would also parse strings.
+# Require `__float__`, because just calling `float` would accept strings too.
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
 )
 _index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
-# Strings and None have a truth value too, but a kernel that returns one of them for a bool is
-# almost certainly wrong, so reject them.
+# Strings and None have a truth value too, but reject them, because a kernel that returns one of
+# them for a bool is almost certainly wrong.
 _boolean = _scalar(
     (bool, torch.SymBool),
     lambda value: (
@@ -217,7 +217,7 @@ def alias_error(
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
     mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
-    # Iterate in reverse, so that if a tensor is passed more than once, the message names the first
+    # Iterate in reverse: if a tensor is passed more than once, the message then names the first
     # argument that received it.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     others = [(tensor, where) for _, where, tensor in tensors]
@@ -249,7 +249,7 @@ def alias_error(
 
 
 def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
-    """Describe the input shapes, because some kernels return aliases only for some shapes."""
+    """Describe the input shapes, because some kernels return aliases only for certain shapes."""
     shown = [
         f"{where.removeprefix('input ')} of shape {list(tensor.shape)}"
         f"{'' if tensor.numel() else ' (empty)'}"
@@ -259,10 +259,10 @@ def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return a number that identifies the storage of a tensor.
+    """Return a number that identifies a tensor's storage.
 
-    Sparse tensors, lazy tensors and functorch wrappers have no storage, so for these, return the
-    `id` of the tensor instead.
+    Sparse tensors, lazy tensors and functorch wrappers have no storage, so return the `id` of the
+    tensor for these.
     """
     is_strided = tensor.layout is torch.strided and aliasing.has_storage(tensor)
     if not is_strided or functorch.is_wrapped(tensor):
@@ -271,9 +271,9 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same storage, or storages with overlapping memory.
+    """Return whether two tensors share a storage, or have storages with overlapping memory.
 
-    Two storages can overlap if the memory is shared outside of PyTorch, for example through
+    Separate storages can overlap if their memory is shared outside of PyTorch, for example through
     `torch.from_numpy` or DLPack.
     """
     if storage_of(one) == storage_of(other):
@@ -288,9 +288,9 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return the version counter of a tensor, or None if it does not count writes exactly."""
+    """Return a tensor's version counter, or None if the counter does not reflect writes exactly."""
     # Under no_grad, merely reading a compressed sparse tensor increments its version counter, so
-    # the counter does not show whether the tensor was written to.
+    # the counter does not tell whether anything wrote to the tensor.
     is_uncounted = tensor.layout in _COMPRESSED or tensor.is_inference()
     return None if is_uncounted else tensor._version
 
@@ -302,7 +302,7 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     if aliasing.any_alias(args, kwargs, outputs):
         return True
     inputs, made = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
-    # `any_alias` compares storages, but some tensors have none (see `storage_of`), so compare those
+    # `any_alias` compares storages, which some tensors lack (see `storage_of`), so compare those
     # tensors by identity.
     unstored = [id(tensor) for tensor in made if storage_of(tensor) == id(tensor)]
     if len(set(unstored)) < len(unstored) or not set(map(id, inputs)).isdisjoint(unstored):
@@ -311,10 +311,10 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
 
 
 def _memory_overlaps(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Return whether the memory of an output overlaps the memory of an input or another output.
+    """Return whether an output overlaps an input or another output in memory.
 
     Calls may pass hundreds of tensors in lists, so comparing every pair would be too slow. Instead,
-    sort the memory ranges by their start: two ranges overlap if the second one starts before the
+    sort the memory ranges by their start: if two ranges overlap, the second one starts before the
     first one ends.
     """
     ranges = [(aliasing.memory_of(tensor), False) for tensor in inputs]

@@ -11,7 +11,7 @@ from torchop._schema.layouts import Layout
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# A guard runs before the kernel, and raises if the call's arguments are invalid.
+# A guard runs before the kernel, and raises an error if the arguments of the call are invalid.
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
@@ -23,14 +23,14 @@ class Site(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], place: Place) -> Site:
-        """Return where `function` is defined, or the caller's `place` if it has no code object."""
+        """Return where `function` is defined, or `place` if the function has no code object."""
         code = getattr(function, "__code__", None)
         file, line = (code.co_filename, code.co_firstlineno) if code else (place.file, place.line)
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # The `__module__` of a partial or a callable object is the module of its class, so use
-            # the module that calls `custom_op` instead.
+            # For a partial or a callable object, `__module__` is the module of its class. Use the
+            # module that calls `custom_op` instead.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 
@@ -46,12 +46,12 @@ class Site(NamedTuple):
 class Declaration(NamedTuple):
     """The validated properties of an operator.
 
-    For an operator of another package, only the name and the schema are set.
+    For an operator from another package, only the name and the schema are set.
 
     Attributes:
         function: the kernel. It takes the arguments of the schema.
         devices: the device types that `function` supports. `(None,)` means every device.
-        fake: a fake kernel whose signature was already checked.
+        fake: the fake kernel. Its signature was already checked.
         guard: checks the arguments of each call before any kernel runs.
         effect: the declared side effect; see `_rules.effect`.
         inlined: the compilers that may trace into the function; see `_rules.inlining`.
@@ -61,13 +61,12 @@ class Declaration(NamedTuple):
             `residuals.declared.Declared`.
         convention: converts between the author's arguments and the arguments of the schema.
         layouts: the declared layouts of arguments, by name; see `_rules.layout`.
-        functionalize: for the in-place or out= form of an operator, the rule for
-            FunctionalTensorMode. It traces the functional operator followed by a copy, instead of
-            the form itself.
+        functionalize: the rule for FunctionalTensorMode, if this is the in-place or out= form of an
+            operator. The rule traces the functional operator and a copy instead of the form itself.
         is_helper: True for an operator that replaces another one in compiled graphs.
-        is_lenient: True for operators of `torchop.compat`. These may return aliases of their
-            inputs, and they use PyTorch's autograd fallback if no formula is registered, just like
-            the operators that inference engines define themselves.
+        is_lenient: True for operators of `torchop.compat`. They behave like the operators that
+            inference engines define themselves: they may return aliases of their inputs, and use
+            PyTorch's autograd fallback if no formula is registered.
     """
 
     name: OpName

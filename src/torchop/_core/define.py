@@ -23,8 +23,8 @@ from torchop._core.registry import replace
 Result = TypeVar("Result")
 
 
-# Creates the handle of a new operator, which is the object that users call. The package `_define`
-# sets this variable, since an import would be circular: handles import all rules, and rules import
+# Creates the handle of a new operator, i.e. the object that users call. The package `_define` sets
+# this variable, because an import would be circular: handles import all rules, and rules import
 # `_core`.
 make_handle: Any = None
 
@@ -32,8 +32,8 @@ make_handle: Any = None
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
     """Register a validated operator with PyTorch.
 
-    If `custom_op` created an operator with the same name, the new operator replaces it. Any other
-    operator with this name causes a RuntimeError. Closing `lib` deregisters the new operator.
+    If `custom_op` created an operator with the same name, the new operator replaces it; any other
+    operator with this name is a RuntimeError. Closing `lib` deregisters the new operator.
     """
     name, site = declaration.name, declaration.site
     assert site is not None  # it is None only for operators of other packages
@@ -48,12 +48,12 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     for block in _running.blocks:
         if not _is_importing(block.frame):
             block.definitions.append(definition)
-    # Add this callback before any rule is registered, so that closing the library removes all rules
+    # Add this callback before any rule is registered. Then closing the library removes all rules,
     # even if the definition fails halfway or `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
-    # Define the schema only after installing the kernels, because other threads can call the
-    # operator as soon as its schema is defined.
+    # Install the kernels before defining the schema, because other threads can call the operator as
+    # soon as its schema is defined.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     torch_ops.after_definition(*name)
     for finish in finishing:
@@ -67,10 +67,10 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
 
 
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
-    """Run `build`. If it raises an exception, deregister all operators that it defined.
+    """Run `build`, and deregister all operators that it defined if it raises an exception.
 
-    Operators of modules that `build` imports stay registered, because these modules stay imported.
-    Operators defined by a method of a `torchop.Rule` stay registered too.
+    If `build` imports a module, the operators of that module stay registered, because the module
+    stays imported. Operators defined by a method of a `torchop.Rule` stay registered too.
 
     Args:
         what: the name or a description of the new operators, for error messages.
@@ -126,7 +126,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Run user code during a registration. Operators it defines stay if the definition fails."""
+    """Run user code in a registration. Operators it defines remain if the definition fails."""
     before, _running.blocks = _running.blocks, ()
     try:
         yield
@@ -135,7 +135,7 @@ def user_code() -> Iterator[None]:
 
 
 def _is_importing(outer: types.FrameType) -> bool:
-    """Return whether `outer` is executing an import statement, directly or through other calls."""
+    """Return whether `outer` is currently importing a module, directly or through other calls."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame is not outer:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -149,7 +149,7 @@ def deregister_with(
 ) -> None:
     """Deregister the operator when `library` is closed.
 
-    The library holds only a weak reference, so it does not keep the definition alive.
+    The library only gets a weak reference, so it does not keep the definition alive.
     """
     reference = weakref.ref(definition)
 
@@ -158,5 +158,5 @@ def deregister_with(
             alive.deregister(reason())
 
     with registration_lock:
-        # If the operator is redefined, the row of the old operator is replaced.
+        # If the operator is redefined, this replaces the row of the old operator in the table.
         registrations_of(library, definition.name).add("operator", None, deregister)

@@ -1,8 +1,8 @@
 """An operator with its rules and its call plan.
 
-A rule holds the registrations for one subsystem of PyTorch, such as the kernels or the backward
-formula. The call plan is compiled from all rules, and calls read only the plan. A registration
-changes a rule and invalidates the plan, so that the next call compiles a new one.
+A rule holds an operator's registrations for one subsystem of PyTorch, such as its kernels or its
+backward formula. All rules are compiled into a call plan, which is the only thing that calls read.
+A registration changes a rule and invalidates the plan, so that the next call compiles a new one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
 
-# The initial value of the mappings in rules. Registrations replace these mappings instead of
-# modifying them, because existing call plans still reference the old ones.
+# The initial value of mappings in rules. Registrations replace a mapping instead of modifying it,
+# because existing call plans still refer to the old one.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -49,12 +49,12 @@ class CompiledRule(Generic[Compiled]):
         self.definition = definition
 
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
-        """Set attributes of the rule, then call `install` to add missing dispatcher kernels.
+        """Set attributes of the rule, and call `install` to add any missing dispatcher kernels.
 
         If `install` raises, restore the attributes and remove the rows that it added to the table.
-        A call in another thread may reach a new dispatcher kernel before this method returns. This
-        is safe, because that call must first wait for `registration_lock` to publish a new plan, so
-        it never sees a partial update.
+        Another thread's call may reach a new dispatcher kernel before this method returns. This is
+        safe: the call has to wait for `registration_lock` before it can publish a new plan, so it
+        never sees a partial update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
@@ -78,19 +78,19 @@ class CompiledRule(Generic[Compiled]):
         baked = [*self.cache_parts()]
         for name, value in state.items():
             setattr(self, name, value)
-        # Compare by identity, because registered objects may override `==`, as tensors do.
+        # Compare by identity, because registered objects, such as tensors, may override `==`.
         self.definition.revision += [*map(id, baked)] != [*map(id, self.cache_parts())]
         self.definition.outdate_plan()
 
     def cache_parts(self) -> Iterator[object]:
-        """Yield the parts of the rule that compilers bake into graphs, for cache keys.
+        """Yield the parts of the rule that compilers bake into graphs, to include in cache keys.
 
         A part is a function, or a value with a stable `repr`.
         """
         yield from ()
 
     def compile(self) -> Compiled:
-        """Return the data that calls need. It becomes part of the immutable call plan."""
+        """Return the data that calls need, for the immutable call plan."""
         raise NotImplementedError
 
     def kernels(self) -> Collection[str | None]:
@@ -103,7 +103,7 @@ class CompiledRule(Generic[Compiled]):
 
 
 class CallPlan:
-    """The compiled rules of an operator, indexed by rule class. Immutable."""
+    """An operator's compiled rules, indexed by rule class. Call plans are immutable."""
 
     __slots__ = ("_compiled", "schema")
 
@@ -118,24 +118,23 @@ class CallPlan:
 
 AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
 # All rule classes, in the order in which a handle's `repr` lists them. Each definition has one
-# instance of each class. The package `_rules` sets this variable, since it imports this module and
-# not vice versa.
+# instance of each class. Since `_rules` imports this module, `_rules` sets this variable.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
-# An installer registers a new operator's dispatcher kernels and its rules for modes. It may return
-# a function to call once the schema is defined in the dispatcher.
+# An installer registers the dispatcher kernels of a new operator, and its rules for modes. It may
+# return a function to be called once the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
 # All installers. The package `_rules` sets this variable too.
 installers: tuple[Installer, ...] = ()
 
 
 class Definition:
-    """The rules that were registered for an operator, and the call plan compiled from them.
+    """An operator's registered rules, and the call plan compiled from them.
 
-    An operator that `custom_op` created has one definition, which registers all dispatcher kernels
-    when the operator is defined. An operator of another package has one definition for each library
-    that registers rules for it, and these definitions register a dispatcher kernel only when a rule
-    needs it.
+    If `custom_op` created the operator, there is one definition, which registers all dispatcher
+    kernels when the operator is defined. For an operator from another package, there is one
+    definition for each library that registers rules for it, and these definitions add a dispatcher
+    kernel only when a rule needs it.
     """
 
     __slots__ = (
@@ -168,27 +167,27 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # None while the operator is registered. Once it is deregistered, this is the message of the
-        # error that calls raise.
+        # None while the operator is registered. Afterwards, the message of the error that calls
+        # raise.
         self.deregistration_reason: str | None = None
-        # Hold only a weak reference, because the caller decides how long the library lives.
+        # A weak reference, because the caller decides how long the library lives.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
-        # Compiled graphs guard on this number, so a registration that changes something compilers
-        # bake into graphs must increment it.
+        # Compiled graphs guard on this number, so registrations must increment it if they change
+        # anything that compilers bake into graphs.
         self.revision = 0
         self._overload: OpOverload | None = None
         # Rules are created on first use, because a typical program never calls most of its
-        # operators. Use a list, since a dict would take three times as much memory.
+        # operators. A dict would take three times as much memory as a list.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
         self._version = 0  # the number of calls of `outdate_plan`
         self.registered = registered or Registrations(str(declaration.name))
-        # The `OwnCalls` object that compiles plans for native calls (without the dispatcher). None
-        # for operators of other packages, and until the C++ extension is loaded.
+        # The `OwnCalls` object, which compiles plans for native calls (without the dispatcher).
+        # None for operators from other packages, and until the C++ extension is loaded.
         self.calls: Any = None
-        # The helper operators, which replace this operator in compiled graphs, by kind. They are
-        # instances of `_rules.helper_operators.HelperOperator`.
+        # The helper operators that replace this operator in compiled graphs, by kind, as instances
+        # of `_rules.helper_operators.HelperOperator`.
         self.helpers: Mapping[str, Any] = NOTHING
 
     def __str__(self) -> str:
@@ -204,7 +203,7 @@ class Definition:
 
     @property
     def is_being_defined(self) -> bool:
-        """True until a new operator has a handle. Until then, no other thread can call it."""
+        """True until a new operator has a handle, without which no other thread can call it."""
         return self.is_ours and self.handle is None
 
     @property
@@ -213,16 +212,16 @@ class Definition:
 
     @property
     def structure(self) -> Any:
-        """Flattens structured arguments, such as dataclasses. None if the operator has none."""
+        """The object that flattens structured arguments, such as dataclasses, or None."""
         return self.convention.structure
 
     @property
     def authors_function(self) -> Any:
-        """The function passed to `custom_op`, before it was wrapped to take flat arguments."""
+        """The function that was passed to `custom_op`, before it was wrapped for flat arguments."""
         return self.function if self.structure is None else self.structure.function
 
     def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """If the operator declares residuals, wrap a kernel so that it returns only the result.
+        """Wrap a kernel so that it returns only the result, if the operator declares residuals.
 
         Residuals are extra kernel outputs that only the backward pass uses.
         """
@@ -233,7 +232,7 @@ class Definition:
 
     @property
     def entry(self) -> Any:
-        """The C++ object that runs calls without the dispatcher. None until it is created."""
+        """The C++ object that runs calls without the dispatcher, or None before it is created."""
         return None if self.calls is None else self.calls.entry
 
     @property
@@ -259,8 +258,8 @@ class Definition:
     def overload(self) -> OpOverload:
         """The operator's OpOverload.
 
-        The overload is cached only if `custom_op` created the operator, because other packages may
-        redefine theirs.
+        It is cached only if `custom_op` created the operator, because other packages may redefine
+        their operators.
         """
         if self._overload is not None:
             return self._overload
@@ -274,12 +273,13 @@ class Definition:
             if type(rule) is kind:
                 return rule
         self._rules.append(kind(self))
-        return self.rule(kind)  # another thread may have appended it first, so return the first one
+        return self.rule(kind)  # another thread may have been faster, so return the first one
 
     def install(self) -> list[Callable[[], None]]:
         """Register a new operator's dispatcher kernels and its rules for modes.
 
-        The caller must call the returned functions once the schema is defined in the dispatcher.
+        The caller must call the functions that this returns once the schema is defined in the
+        dispatcher.
         """
         return [finish for install in installers if (finish := install(self)) is not None]
 
@@ -289,10 +289,10 @@ class Definition:
 
     @property
     def plan(self) -> CallPlan:
-        """The call plan. The first call after a registration compiles it.
+        """The call plan, which the first call after a registration compiles.
 
-        The plan is compiled lazily, because compiling it in every registration would make packages
-        slower to import.
+        Compiling it lazily keeps imports fast, because each registration would otherwise compile a
+        new plan.
         """
         plan = self._plan
         return self._compile() if plan is None else plan
@@ -313,7 +313,7 @@ class Definition:
         return compute_then_publish(compute, publish, lambda: (self._version, self.calls))
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """Return `plan[kind]`, but faster than by indexing the plan. Used in the backward pass."""
+        """Return `plan[kind]`, but faster than by indexing, for use in the backward pass."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 
@@ -341,7 +341,7 @@ class Definition:
         self.registered.add(key, kernel)
 
     def implement_temporarily(self, key: str, kernel: Callable[..., Any]) -> None:
-        """Register a kernel that `self.registered.remove(key)` removes."""
+        """Register a kernel that can be removed again with `self.registered.remove(key)`."""
         remove = libraries.implement_temporarily(self.library, self.name.local, key, kernel)
         self.registered.add(key, kernel, remove)
 
@@ -352,9 +352,9 @@ class Definition:
     def deregister(self, reason: str) -> None:
         """Deregister the operator. Later calls raise OperatorGoneError with the message `reason`.
 
-        Calls that are already running finish with the old kernels. This is a no-op if the operator
-        is already deregistered. Without the C++ extension, an operator cannot be deregistered from
-        inside its own call: this raises RuntimeError.
+        Calls that are already running finish with the old kernels. If the operator is already
+        deregistered, this is a no-op. Without the C++ extension, an operator cannot be deregistered
+        from inside its own call, so this raises RuntimeError.
         """
         with then_run_hooks():
             if self.deregistration_reason is not None:
@@ -367,7 +367,7 @@ class Definition:
                 libraries.deregister(library, self.name, reason)
 
     def library_closed(self) -> None:
-        """Remove the rules from PyTorch's registries. Called after the library was closed."""
+        """Remove the rules from PyTorch's registries, after the library was closed."""
         with registration_lock:
             self.registered.close()
             if self.deregistration_reason is None:

@@ -22,15 +22,15 @@ class Generator(NamedTuple):
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """Yield the random number generators that a call with these arguments may use.
 
-    These are any generators among the arguments, plus the default generators of the CPU, of all
-    devices in the arguments, and of the first `count` accelerators.
+    These are any generators among the arguments, and the default generators of the CPU, of every
+    device in the arguments, and of the first `count` accelerators.
     """
-    # Call the generator's methods instead of torch.get_rng_state and torch.set_rng_state, because
-    # active modes would trace these functions.
+    # Call the methods of the generator, because active modes would trace torch.get_rng_state and
+    # torch.set_rng_state.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
     # Sort by length first, so that "cuda:2" comes before "cuda:10". The C++ function `pack_plain`
-    # must use the same order.
+    # relies on the same order.
     for device in sorted(found, key=lambda device: (len(str(device)), str(device))):
         if device.type not in ("cpu", "meta"):
             traits = devices.traits(device.type)

@@ -27,21 +27,21 @@ class OwnLibrary(torch.library.Library):
                 super()._destroy()  # type: ignore[no-untyped-call]
 
 
-# The class of the libraries that `process_library` creates. `_define.library` sets it to
-# `torchop.Library`, because importing that class here would be circular.
+# The class of the libraries that `process_library` creates. `_define.library` sets this to
+# `torchop.Library`, which cannot be imported here because the import would be circular.
 process_library_type: type[OwnLibrary] = OwnLibrary
 _process_libraries: dict[str, OwnLibrary] = {}
 
 
 def process_library(namespace: str) -> Any:
-    """Return the library that owns registrations made without `lib=`. It is never closed."""
+    """Return the library that owns registrations made without `lib=`, and is never closed."""
     with registration_lock:
         if namespace not in _process_libraries:
             _process_libraries[namespace] = process_library_type(namespace, "FRAGMENT")
         return _process_libraries[namespace]
 
 
-# The attribute in which a library stores its definitions for operators of other packages, as a dict
+# A library stores its definitions for operators from other packages in this attribute, as a dict
 # from operator names to definitions.
 DEFINITIONS = "_torchop_definitions"
 
@@ -49,7 +49,7 @@ DEFINITIONS = "_torchop_definitions"
 def process_definitions(namespace: str) -> Mapping[str, Any]:
     """Map the names of operators to the definitions that `process_library` owns.
 
-    These definitions hold the rules that were registered without `lib=` for operators of other
+    These definitions hold the rules that were registered without `lib=` for operators from other
     packages.
     """
     library = _process_libraries.get(namespace)

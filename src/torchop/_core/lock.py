@@ -4,12 +4,13 @@ The lock rule: validate and call user code first, then lock, then publish. A thr
 lock must run only code of torchop and PyTorch. It must not call a function that a user registered
 (`supported`, `validate`, `attach`, `detach`), convert a user's object, import a module, or emit a
 warning, since warning filters and hooks may run user code. Otherwise, two threads could deadlock:
-one holds this lock and waits for a user's lock or an import lock, while the other does the reverse.
+one holds this lock and waits for a user's lock or an import lock, and the other one does the
+reverse.
 
 For the same reason, finalizers must never wait for the lock or call user code, because the garbage
 collector may run them in any thread at any time. If the lock is held, or if a hook calls user code,
-a finalizer only adds the hook to a queue. The next registration, or the next call that compiles a
-plan, runs the queued hooks in `run_waiting_hooks`.
+a finalizer just adds the hook to a queue. The next registration, or the next call that compiles a
+plan, then runs the queued hooks in `run_waiting_hooks`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torchop._compat import libraries
 Result = TypeVar("Result")
 Published = TypeVar("Published")
 
-# Every registration holds this lock, because it updates several of PyTorch's registries, which are
-# plain dicts and sets without any locking.
+# Every registration holds this lock while it updates several of PyTorch's registries, which are
+# plain dicts and sets without any locking of their own.
 registration_lock: Any = threading.RLock()
 
 libraries.lock = registration_lock
@@ -54,10 +55,10 @@ def compute_then_publish(
     publish: Callable[[Result], Published],
     version: Callable[[], object],
 ) -> Published:
-    """Call `compute` without the lock, because it may run user code, and `publish` with the lock.
+    """Call `compute` without the lock, since it may run user code, and `publish` with the lock.
 
     If a concurrent registration changes `version()`, `compute` may have seen incomplete rules, so
-    its result or exception is discarded and it runs again.
+    discard its result or exception and run it again.
     """
     while True:
         before = version()

@@ -16,8 +16,8 @@ from torchop._schema.schema import Schema
 def call_signature(op: OpOverload) -> inspect.Signature:
     """Return the parameters of an operator as its author wrote them.
 
-    If the operator takes structured arguments, such as dataclasses, its parameters differ from the
-    arguments of the schema.
+    They differ from the arguments of the schema if the operator takes structured arguments, such as
+    dataclasses.
     """
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.structure is not None:
@@ -44,7 +44,7 @@ def check_arguments(
     leading: tuple[str, ...] = (),
     without_first: bool = False,
 ) -> None:
-    """Raise unless a function takes the operator's arguments.
+    """Raise an error unless a function takes the operator's arguments.
 
     Args:
         what: a description of the function for messages, such as `"ns::name: a cost"`.
@@ -78,9 +78,9 @@ def observer(
 ) -> Callable[..., Any]:
     """Wrap a user's function that takes an operator's arguments, so that PyTorch can call it.
 
-    PyTorch passes the arguments of the schema and omits any that equal their default value, so the
-    wrapper fills these in. If the operator takes structured arguments, such as dataclasses, the
-    wrapper rebuilds these objects from the values that PyTorch passes.
+    PyTorch passes the schema's arguments without those that equal their default, so the wrapper
+    fills these in. If the operator takes structured arguments, such as dataclasses, the wrapper
+    also rebuilds the objects from the values that PyTorch passes.
 
     Args:
         what: a description of the function for messages, such as `"ns::name: a cost"`.
@@ -88,7 +88,7 @@ def observer(
         function: the user's function.
         leading: the names of additional parameters that `function` has before the operator's
             arguments.
-        result: the name of the keyword argument that passes the operator's result. It is passed
+        result: the name of the keyword argument for the operator's result. The result is passed
             only if `function` has a parameter with this name.
 
     Returns:

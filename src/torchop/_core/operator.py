@@ -22,16 +22,16 @@ class Operator:
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        caller: the name of the calling function, with which error messages start.
+        caller: the name of the calling function, which error messages start with.
 
     Attributes:
         name: an `OpName`.
-        exists: whether the operator is registered. If it is not, most other attributes raise.
+        exists: whether the operator is registered. If not, reading most other attributes raises.
         schema: a `Schema`.
         overload: the `torch._ops.OpOverload`.
         handle: the `CustomOp` that `torchop.custom_op` returned; None for other operators.
-        function: the function that was passed to `custom_op` of torchop or PyTorch; None for other
-            operators. It takes the schema's arguments.
+        function: the function that was passed to `custom_op` of torchop or PyTorch, with the
+            schema's arguments as parameters; None for other operators.
         site: the place where `torchop.custom_op` was called, with the attributes `module`, `file`
             and `line`; None for other operators.
         effect: the declared side effect, an `EffectType`, or None.
@@ -44,8 +44,8 @@ class Operator:
     Raises:
         ValueError: `op` is not an operator.
         OperatorGoneError: the operator was deregistered.
-        OperatorNotFoundError: the operator is not registered. This is raised when an attribute is
-            read.
+        OperatorNotFoundError: the operator is not registered. Only reading an attribute raises
+            this.
 
     Example:
         >>> import torch
@@ -131,8 +131,8 @@ class Operator:
     def flat_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Return the schema's arguments for a call, with structured arguments flattened.
 
-        If this object was created from an `OpOverload` or from a name instead of the operator's
-        handle, the arguments are already flat, so they are returned unchanged.
+        If this object was created from an `OpOverload` or a name rather than from the operator's
+        handle, the arguments are flat already and are returned unchanged.
 
         Args:
             args: the positional arguments of the call.

@@ -1,8 +1,8 @@
 """The table of everything that a library has registered with PyTorch for one operator.
 
-Each kernel in the dispatcher, and each rule in PyTorch's other registries, has a row. Undoing a
-registration, deregistering an operator, rolling back a definition that failed, and warning about a
-second registration all read the same rows.
+Every kernel in the dispatcher and every rule in PyTorch's other registries has a row. These rows
+are all that is needed to undo a registration, deregister an operator, roll back a definition that
+failed, or warn about a second registration.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torchop._compat import libraries, registries
 from torchop._core.lock import registration_lock, then_run_hooks
 from torchop._errors import OperatorGoneError, Place, RedefinitionWarning, users_place, warn
 
-# Identifies a row: a dispatch key, a mode or Tensor subclass with a torch_dispatch rule, or the
+# The key of a row: a dispatch key, a mode or Tensor subclass that has a torch_dispatch rule, or the
 # kind of a rule, such as "fake kernel".
 Key: TypeAlias = "str | type"
-# The key of the row that contains the place where `Library.define` defined an operator.
+# The key of the row that records where `Library.define` defined an operator.
 DEFINITION = "definition"
 
 
@@ -30,7 +30,7 @@ class Registered(NamedTuple):
     """One row: an object in one of PyTorch's registries."""
 
     kernel: Any = None  # the object that PyTorch calls
-    # Removes the object from its registry. None if closing the library already does this.
+    # Removes the object from its registry. None if closing the library is enough for this.
     remove: Callable[[], object] | None = None
     place: Place | None = None  # the user's line of code, for rules that a user registered
 
@@ -39,7 +39,7 @@ _NOTHING = Registered()
 
 
 class Registrations:
-    """The rows of one operator and one library.
+    """The rows for one operator in one library.
 
     The callers of `add`, `remove`, `remove_new`, `remove_all` and `record_place` must hold
     `registration_lock`.
@@ -65,7 +65,7 @@ class Registrations:
         return self._rows.get(key, _NOTHING).place
 
     def add(self, key: Key, kernel: Any, remove: Callable[[], object] | None = None) -> None:
-        """Record an object that was just registered, and remove the object that it replaces."""
+        """Record a newly registered object, and remove the object that it replaces."""
         if self.is_closed:  # another thread has just closed the library
             if remove is not None:
                 remove()
@@ -76,7 +76,7 @@ class Registrations:
             before.remove()
 
     def add_default_rule(self, cls: type, function: Callable[..., Any]) -> None:
-        """Register a default torch_dispatch rule, unless the table has a rule for this class."""
+        """Register a default torch_dispatch rule, unless the class already has a rule."""
         with registration_lock:
             if cls not in self._rows:
                 registries.add_default_torch_dispatch(self.name, cls, function)
@@ -87,9 +87,9 @@ class Registrations:
     def registering(self, *rules: str) -> Iterator[None]:
         """Record the source location of the rules that a `with` block registers.
 
-        On entry, this warns if another package has already registered the same rule, because the
-        import order would otherwise silently decide which of the two applies. The caller must not
-        hold the registration lock.
+        On entry, warn if another package has already registered the same rule, because otherwise
+        the import order would silently decide which of the two applies. The caller must not hold
+        the registration lock.
 
         Args:
             rules: the kinds of the rules, such as `"fake kernel"` or `"autocast rule for cuda"`.
@@ -123,10 +123,10 @@ class Registrations:
         self._rows.pop(key, None)
 
     def remove_new(self, before: Collection[Key]) -> None:
-        """Remove the rows that a failed registration added. `before` contains the other keys.
+        """Remove the rows that a failed registration added, i.e. all rows not in `before`.
 
-        Kernels without `remove` stay registered, which is harmless, because each call reads the
-        rules.
+        Kernels without `remove` stay registered. This is harmless, because they read the rules in
+        each call.
         """
         for key in self:
             if key not in before and self._rows[key].remove is not None:
@@ -137,37 +137,37 @@ class Registrations:
             self.remove(key)
 
     def close(self) -> None:
-        """Remove all rows, and accept no more. Called when the library is closed."""
+        """Remove all rows and accept no new ones, because the library is closed."""
         with then_run_hooks():
             self.is_closed = True
             self.remove_all()
 
 
-# The attribute in which a library stores its tables: a dict from names of operators to tables.
+# A library stores its tables in this attribute, as a dict from operator names to tables.
 _TABLES = "_torchop_registrations"
 
 
 def registrations_of(library: torch.library.Library, name: object) -> Registrations:
-    """Return the table of a library that the user created, for an operator."""
+    """Return a library's table for an operator, and create the table first if necessary."""
     with registration_lock:
         tables: dict[str, Registrations] = library.__dict__.setdefault(_TABLES, {})
         table = tables.get(str(name))
         if table is None:
             table = Registrations(str(name))
-            # Do this first, so that closing the library closes this table even if Ctrl-C interrupts
-            # us here.
+            # Do this first. Even if Ctrl-C interrupts us here, closing the library then closes this
+            # table.
             libraries.on_close(library, table.close)
             tables[str(name)] = table
         return table
 
 
-# Maps an operator's name and a row's key to the table with the user's most recent registration of
-# that rule.
+# Maps an operator's name and the key of a row to the table that holds the user's most recent
+# registration of that rule.
 _latest: weakref.WeakValueDictionary[tuple[str, Key], Registrations] = weakref.WeakValueDictionary()
 
 
 def registration_place(name: object, key: Key) -> Place | None:
-    """Return the line of user code that last registered a rule, in any unclosed library."""
+    """Return the user's line that last registered a rule in any library that is not closed."""
     table = _latest.get((str(name), key))
     return None if table is None else table.place(key)
 

@@ -1,6 +1,6 @@
 """Look up the definition of an operator from a handle, a name, an OpOverload or a packet.
 
-`replace` gives the name of an operator to a new definition.
+`replace` redefines an operator: it gives the operator's name to a new definition.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
 
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
-    """Return the definition that must store a new rule for an operator.
+    """Return the definition in which to store a new rule for an operator.
 
-    `lib` is the library that owns the registration. By default, this is the library that the
-    operator belongs to or, for an operator of another package, a library that is never closed.
+    `lib` is the library that owns the registration. The default is the operator's own library or,
+    for an operator from another package, a library that is never closed.
     """
     run_waiting_hooks()
     if isinstance(op, Handle):  # a fast path, for registrations through the methods of a handle
@@ -133,7 +133,7 @@ def own_definitions() -> dict[str, Definition]:
 
 
 def definitions_of(name: OpName) -> list[Definition]:
-    """Return an operator's definitions, except those for rules registered with `lib=`."""
+    """Return an operator's definitions, except those with rules registered with `lib=`."""
     own = own_definition(None, name)
     registered = process_definitions(name.namespace).get(str(name))
     return [each for each in (own, registered) if each is not None]
@@ -148,9 +148,9 @@ def find_schema(name: OpName) -> Schema:
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(f"the operator {short_text(name)} does not exist{_hint(name)}")
     parsed = operators.registered_schema(name.packet, name.overload)
-    # An operator counts as in-place or out= only if it has both the tag and a matching schema,
-    # because PyTorch also puts these tags on operators with other schemas, for example operators
-    # that write into a list.
+    # Only count an operator as in-place or out= if both its tag and its schema say so, because
+    # PyTorch also puts these tags on operators with other schemas, for example on operators that
+    # write into a list.
     form = form_of_schema(parsed)
     tags = () if form is Form.PLAIN else operators.registered_tags(name.packet, name.overload)
     is_tagged = not set(form_tags(form)).isdisjoint(tags)
@@ -174,8 +174,8 @@ def _hint(name: OpName) -> str:
 def registration_site(name: OpName) -> str:
     """Return the file and line where an operator was defined, or "(unknown)".
 
-    This falls back to the dispatcher's own record only as a last resort, because that record names
-    the line that created the library, which may be inside torchop or PyTorch.
+    The dispatcher's own record is only a last resort, because it names the line that created the
+    library, which may be inside torchop or PyTorch.
     """
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
@@ -190,14 +190,14 @@ def registration_site(name: OpName) -> str:
 
 
 def defining_module(name: OpName) -> str | None:
-    """Return the module that called `torchop.define` for an operator, or None if none did."""
+    """Return the module that called `torchop.define` for an operator, or None if there is none."""
     place = registration_place(name, DEFINITION)
     return None if place is None else place.module
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     schema = find_schema(name)
-    # Store the definitions in the library, because they must live as long as it does.
+    # Store the definitions in the library, so that they live as long as the library does.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
@@ -212,16 +212,16 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     return definition
 
 
-# An operator that a definition may replace: the definition of torchop's `custom_op`, or the library
-# in which PyTorch's `custom_op` defined the operator.
+# An operator that can be redefined: either its definition by torchop's `custom_op`, or the library
+# in which PyTorch's `custom_op` defined it.
 Replaceable: TypeAlias = "Definition | torch.library.Library"
 
 
 def replace(name: OpName, site: Site, define: Callable[[], Definition]) -> Definition:
-    """Call `define` with the registration lock held, while no operator has the name.
+    """Call `define` under the registration lock, once no operator has this name.
 
     If `custom_op` created an operator with this name, deregister it first, and warn if the new
-    operator is another function. Raise RuntimeError if any other operator has the name.
+    operator has a different function. If any other operator has the name, raise RuntimeError.
     """
     announced, reason = None, ""
     while True:
@@ -236,13 +236,13 @@ def replace(name: OpName, site: Site, define: Callable[[], Definition]) -> Defin
                     else:
                         libraries.deregister(existing, name, reason)
                     return define()
-        # Warn without the lock. If another thread replaces the operator in the meantime, the loop
-        # announces that thread's operator too.
+        # Emit the warning without holding the lock. If another thread replaces the operator in the
+        # meantime, the next iteration warns about that thread's operator too.
         announced, reason = existing, _announce(existing, name, site)
 
 
 def find_replaceable(name: OpName, site: Site) -> Replaceable | None:
-    """Return the operator that has a name, or None. Raise if the operator cannot be replaced."""
+    """Return the operator with this name, or None. Raise if the operator cannot be replaced."""
     with registration_lock:  # another thread defines the schema before it publishes the handle
         definition = own_definition(None, name)
         if definition is None:
@@ -251,8 +251,8 @@ def find_replaceable(name: OpName, site: Site) -> Replaceable | None:
                 return library
         elif definition.deregistration_reason is None:
             return definition
-        # Call `has_entry` first, because `is_registered` makes TorchScript index all new operators,
-        # which is slow.
+        # `has_entry` comes first, because `is_registered` is slow: it makes TorchScript index all
+        # new operators.
         is_taken = operators.has_entry(*name) and operators.is_registered(
             name.packet, name.overload
         )
@@ -269,9 +269,9 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
 
 
 def _announce(existing: Replaceable, name: OpName, site: Site) -> str:
-    """Warn that an operator is redefined, and return the reason why its handle will raise.
+    """Warn about a redefinition, and return the message of the error that the old handle raises.
 
-    There is no warning if the same function is defined again, as in a notebook.
+    Do not warn if the same function is defined again, as in a notebook.
     """
     deregistration.refuse_running([name])  # first, because it may raise
     if not isinstance(existing, Definition):
@@ -299,10 +299,10 @@ def _warn(name: OpName, before: str, after: str, advice: str) -> None:
 
 
 def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
-    """Return both locations as text, with the module names if the locations are equal.
+    """Return both locations as text, and add the module names if the locations are equal.
 
-    The locations are equal if the same file was imported under two module names, so only these
-    names tell them apart.
+    Locations are equal if one file was imported under two module names, so that only these names
+    tell the definitions apart.
     """
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)

@@ -1,8 +1,8 @@
 """The base class for new kinds of registrations, such as inverses or cost formulas.
 
-A `Rule` stores the registered values of all operators. Calls do not use these values, so a
-registration does not invalidate call plans. In contrast, a `CompiledRule` belongs to one operator,
-and is compiled into the operator's call plan.
+A `Rule` stores the values that are registered for all operators. Calls do not use these values, so
+registering one does not invalidate any call plan. A `CompiledRule`, in contrast, belongs to one
+operator and is compiled into the operator's call plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchop._schema.callables import Lambda, Registered, decorator_or_call
 Value = TypeVar("Value")
 
 _rules: dict[str, Rule[Any]] = {}
-# Predicates for names that a rule must not use, for example because a class decorated with
+# Predicates for names that rules must not use, for example because classes decorated with
 # `torchop.operator` may have a member of that name.
 reserved_names: list[Callable[[str], bool]] = []
 
@@ -56,11 +56,11 @@ _origins: dict[OpOverload, Origin] = {}
 class Rule(Generic[Value]):
     """A new kind of registration for operators, such as a cost formula.
 
-    Create one instance for each kind, at module level: `cost = torchop.Rule("cost")`. Users can
-    then register values with `op.register_cost(fn)`, with `op.register("cost", fn)`, or with a
-    member `cost` of a class decorated with `torchop.operator`. They read values with
-    `cost.lookup(op)`. A value is removed when the operator is deregistered, or when the library
-    that was passed as `lib` is closed.
+    Create one instance per kind, at module level: `cost = torchop.Rule("cost")`. Users can then
+    register values with `op.register_cost(fn)`, with `op.register("cost", fn)`, or with a member
+    `cost` of a class decorated with `torchop.operator`, and read them with `cost.lookup(op)`. A
+    value is removed when the operator is deregistered, or when the library that was passed as `lib`
+    is closed.
 
     By default, a value is a function that takes the operator's arguments. Override `validate` to
     accept other values, and `missing` to return a default for operators without a value.
@@ -94,10 +94,10 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # Compute this once here instead of in `lookup`, because compilers trace `lookup`.
+        # Compute this here rather than in `lookup`, because compilers trace `lookup`.
         self._derives_values = type(self).of_derived is not Rule.of_derived
-        # Maps operator names to entries, oldest first. Lookups need no lock, because the tuples are
-        # only ever replaced, never modified.
+        # Maps operator names to entries, oldest first. The tuples are only ever replaced, never
+        # modified, so lookups need no lock.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
         with registration_lock:
             existing = _rules.get(name)
@@ -108,7 +108,8 @@ class Rule(Generic[Value]):
                         f"{existing._place.line}. Choose another name, such as "
                         f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
                     )
-                # The module that creates the rule is being reloaded, so carry over its values.
+                # The module that creates the rule is being reloaded, so carry over the registered
+                # values.
                 self._entries = existing._entries
             _rules[name] = self
 
@@ -123,22 +124,22 @@ class Rule(Generic[Value]):
 
         Args:
             op: the operator, an `OpOverload`.
-            value: the value passed to `register`. An override may have additional keyword
-                parameters with defaults. Users can then pass these to `register`.
+            value: the value passed to `register`. If an override has additional keyword parameters
+                with defaults, users can pass these to `register` as well.
 
         Returns:
             The value that `lookup` returns.
 
         Raises:
-            RuleSignatureError: `value` does not take the operator's arguments. This error is a
-                `TypeError`. An override may raise any `TypeError` or `ValueError`. If it raises,
-                nothing is registered.
+            RuleSignatureError: `value` does not take the operator's arguments. RuleSignatureError
+                is a subclass of `TypeError`. An override may raise any `TypeError` or `ValueError`.
+                If it does, nothing is registered.
         """
         check_arguments(f"{op._name}: the rule {self.name!r}", op, value)
         return typing.cast(Value, value)
 
     def missing(self, op: OpOverload) -> Value:
-        """Return the default value for an operator without a registered value, or raise an error.
+        """Return the default for an operator that has no registered value, or raise an error.
 
         Args:
             op: the operator, an `OpOverload`.
@@ -155,7 +156,7 @@ class Rule(Generic[Value]):
     def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: Value) -> Value:
         """Compute the value of a derived operator from the value of its origin.
 
-        This method is called if no value was registered for the derived operator itself. If an
+        This is only called if the derived operator has no registered value of its own. If an
         override returns a value, `attach`, `replaced` and `detach` are called for the derived
         operator too.
 
@@ -197,10 +198,10 @@ class Rule(Generic[Value]):
         """Called when a value is replaced, for example to clear caches of the old value."""
 
     def detach(self, op: OpOverload) -> None:
-        """Called when the last value of an operator is removed, or the operator is deregistered."""
+        """Called when an operator's last value is removed, or when the operator is deregistered."""
 
     def cache_parts(self, value: Value) -> Iterable[object]:
-        """Return the parts of a value that compilers bake into graphs, for cache keys.
+        """Return the parts of a value that compilers bake into graphs, to include in cache keys.
 
         Args:
             value: the value that `validate` returned.
@@ -223,7 +224,7 @@ class Rule(Generic[Value]):
         lib: torch.library.Library | None = None,
         **options: Any,
     ) -> Registered:
-        """Register a value for an operator. This replaces an earlier value.
+        """Register a value for an operator, replacing any earlier value.
 
         Args:
             op: an operator of any package: a handle, `"ns::name"`, `"ns::name.overload"`, an
@@ -294,7 +295,7 @@ class Rule(Generic[Value]):
         return self.of_derived(op, origin.kind, origin.op, value)
 
     def _entry(self, op: OpOverload) -> _Entry | None:
-        # Skip entries of an earlier operator of the same name, which has been redefined since.
+        # Skip entries for an earlier operator of the same name that has since been redefined.
         entries = self._entries.get(op._name, ())
         last = None
         for entry in entries:  # a plain loop, because compilers trace it (torchop.inverse calls it)
@@ -326,7 +327,7 @@ class Rule(Generic[Value]):
         logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
-        """Return `op` and the operators whose value is computed from the value of `op`."""
+        """Return `op`, and the derived operators whose value is computed from the value of `op`."""
         if not self._derives_values:
             return [op]
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
@@ -372,7 +373,7 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
 
 
 def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
-    """Let a derived operator use the values of its origin until it is deregistered."""
+    """Let a derived operator use the values of its origin for as long as it is registered."""
     overload = derived.overload
     detaching: list[Callable[[], None]] = []
 
@@ -397,9 +398,9 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
-    """Return (rule, operator) for each value that `op` inherits from the operator it derives from.
+    """Return a (rule, operator) pair for each value that `op` inherits from its origin.
 
-    This includes operators that in turn inherit the value from `op`.
+    This includes operators that inherit the value from `op` in turn.
     """
     return [
         (rule, each)
