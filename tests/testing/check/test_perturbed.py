@@ -66,7 +66,8 @@ def _watched(violations: list[Tensor]) -> Any:
     """Return a kernel that adds its argument to `violations` if `valid` rejects the argument."""
 
     def kernel(x: Tensor, factor: float = 2.0) -> Tensor:
-        batch = x if x.dim() == 3 else x[None]
+        # Under vmap, `x` has one or two batch dimensions.
+        batch = x.flatten(0, -3) if x.dim() > 2 else x[None]
         violations.extend(rows.clone() for rows in batch if not is_descending(rows, factor))
         return x * factor
 

@@ -369,12 +369,12 @@ def uses_one_thread(x: Tensor) -> Tensor:
 wrong(define("uses_one_thread", uses_one_thread), "contracts.process", one)
 
 
-def searches_algorithms(x: Tensor) -> Tensor:
-    torch.backends.cudnn.benchmark = True
+def forbids_flash_attention(x: Tensor) -> Tensor:
+    torch.backends.cuda.enable_flash_sdp(False)
     return x + 1
 
 
-wrong(define("searches_algorithms", searches_algorithms), "contracts.process", one)
+wrong(define("forbids_flash_attention", forbids_flash_attention), "contracts.process", one)
 
 _copies: list[Tensor] = []
 
