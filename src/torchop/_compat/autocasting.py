@@ -12,7 +12,7 @@ import torch
 from torchop._compat import dispatch
 from torchop._errors import short_errors
 
-# Pairs of (device type, autocast dtype) for each device type with autocast enabled
+# One (device type, autocast dtype) pair for each device type that has autocast enabled
 State: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -30,7 +30,7 @@ def is_enabled_for(device_type: str) -> bool:
 
 
 def state() -> State:
-    """Return this thread's autocast state, treating a device with an excluded key as disabled."""
+    """Return this thread's autocast state. A device with an excluded key counts as disabled."""
     # Compiled autograd traces this function, and Dynamo cannot trace `device_types`.
     names = _FIRST_NAMES if torch.compiler.is_dynamo_compiling() else device_types()
     return tuple(
@@ -66,7 +66,7 @@ def _disabled(device_type: str, keys: contextlib.AbstractContextManager[None]) -
 
 @contextlib.contextmanager
 def traced_in(state: State) -> Iterator[None]:
-    """Restore the autocast state of the trace while `torchop::in_autocast` calls an operator."""
+    """Apply the autocast state of the trace while `torchop::in_autocast` calls an operator."""
     before = _of_kernel.state, _of_kernel.disabled
     _of_kernel.state, _of_kernel.disabled = state, frozenset()
     try:
@@ -77,10 +77,10 @@ def traced_in(state: State) -> Iterator[None]:
 
 
 def state_of_kernel() -> State:
-    """Return the autocast state that the kernel runs in. Call this only from a mode's handler.
+    """Return the autocast state in which the kernel runs. Call this only from a mode's handler.
 
-    While the handler of a mode runs, PyTorch excludes the autocast keys. To recover the state of
-    the kernel, restore the keys that were set before the outermost call.
+    While the handler of a dispatch mode runs, PyTorch excludes the autocast keys, so autocast would
+    look disabled. So read the state with the keys that were set before the outermost call.
     """
     found = _of_kernel.state
     if found is None:

@@ -49,10 +49,9 @@ def above_autograd() -> contextlib.AbstractContextManager[object]:
 
 
 def same_keys() -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that restores the dispatch keys that are set in this thread now.
+    """Return a context manager that restores this thread's current dispatch keys when entered.
 
-    It captures the keys that the thread includes and excludes, and sets them again when it is
-    entered.
+    The thread's included and excluded keys are captured now, when this function is called.
     """
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
@@ -63,16 +62,16 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
 
 
 def at_single_level(run: Callable[[], Any]) -> Any:
-    """Call `run` with its autograd functions applying only at the current functorch level."""
+    """Call `run`, applying its autograd functions only at the current functorch level."""
     with enable_single_level_autograd_function():
         return run()
 
 
 def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
-    """Call `run` inside the forward of an autograd function, with both gradient modes enabled.
+    """Call `run` in the forward of an autograd function, with reverse and forward mode enabled.
 
     `autograd.Function.apply` disables reverse-mode and forward-mode autograd while the forward
-    runs. But a transform around the call, such as `torch.func.grad`, must still be able to
+    runs, but a transform around the call, such as `torch.func.grad`, must still be able to
     differentiate the code in the forward.
     """
     keys = same_keys()
@@ -107,9 +106,9 @@ def input_gradients(
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradients of `inputs`, as `torch.autograd.grad` does.
 
-    `pairs` contains each output with its gradient. The checks in `torch.autograd.grad` take as long
-    as the backward pass itself, so this function calls the autograd engine directly if all of these
-    are plain tensors and each gradient has the shape and dtype of its output.
+    `pairs` contains an (output, gradient of that output) tuple for each output. The checks in
+    `torch.autograd.grad` take as long as the backward pass itself, so if all outputs and gradients
+    are plain tensors with matching shapes and dtypes, call the autograd engine directly.
     """
     outputs, grads = zip(*pairs, strict=True)
     if all(
@@ -150,8 +149,8 @@ def make_autograd_function(
 def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
     """Yield the position and metadata of each input that needs a gradient.
 
-    The tensors in a list are counted one by one. The metadata has the attributes `shape` (a list),
-    `device` and `dtype`.
+    For the positions, each tensor in a list counts separately. The metadata has the attributes
+    `shape` (a list), `device` and `dtype`.
     """
     flags = [
         needs
@@ -206,7 +205,7 @@ raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]] = saved_tens
 
 
 def is_dual_level() -> bool:
-    """Return whether forward-mode differentiation is active, so tensors may carry tangents."""
+    """Return whether forward-mode AD is active, in which case tensors may carry tangents."""
     if not torch._C._is_fwd_grad_enabled():
         return False
     if _forward_ad._current_level >= 0:

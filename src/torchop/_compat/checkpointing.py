@@ -12,8 +12,8 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# The dispatch modes of selective checkpointing: the first runs the forward of a region, and the
-# second recomputes the region in the backward pass.
+# The dispatch modes of selective checkpointing. The first is active during the forward pass of a
+# region, and the second while the region is recomputed in the backward pass.
 _MODES: tuple[Any, ...] = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -77,7 +77,7 @@ def mark(nodes: Iterable[torch.fx.Node], policy: Any) -> None:
 
 @contextlib.contextmanager
 def traced_nodes(proxy_mode: Any = None) -> Iterator[list[torch.fx.Node]]:
-    """Yield a list that is filled with the FX nodes traced in the `with` block when it ends."""
+    """Yield a list that receives the FX nodes traced in the `with` block when the block ends."""
     nodes: list[torch.fx.Node] = []
     if proxy_mode is None:
         proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -91,7 +91,7 @@ def traced_nodes(proxy_mode: Any = None) -> Iterator[list[torch.fx.Node]]:
 
 
 def policy_of_region(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return the decision of a checkpointed region's policy, or None outside of a region."""
+    """Return the checkpoint policy's decision for a call, or None outside of a region."""
     modes = reversed(_get_current_dispatch_mode_stack())
     mode: Any = next((mode for mode in modes if isinstance(mode, POLICY_MODES)), None)
     return None if mode is None else mode.policy_fn(new_context(), op, *args, **kwargs)

@@ -2,8 +2,9 @@
 
 All other traces are functionalized in Python, by `FunctionalTensorMode`. But if a subgraph mutates
 inputs, `FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py) calls
-`torch.func.functionalize`, which is implemented in C++. By default, it rejects custom operators
-that mutate arguments, so torchop registers a functionalization kernel for each of these operators.
+`torch.func.functionalize`, which is implemented in C++. By default, C++ functionalization rejects
+custom operators that mutate arguments, so torchop registers a functionalization kernel for each of
+these operators.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ _FINDS_MUTATIONS = InvokeSubgraphHOP.gen_schema.__code__
 def is_finding_mutations() -> bool:
     """Return whether PyTorch is tracing a subgraph only to find out which inputs it mutates.
 
-    `InvokeSubgraphHOP.gen_schema` does this before the subgraph is functionalized.
+    `InvokeSubgraphHOP.gen_schema` makes this trace before the subgraph is functionalized.
     """
     callers = traceback.walk_stack(sys._getframe())
     return any(frame.f_code is _FINDS_MUTATIONS for frame, _ in callers)

@@ -42,8 +42,9 @@ def invalidate(
 ) -> None:
     """Make new calls to operators raise, before the operators are deregistered.
 
-    `reason(name)` returns the error message for an operator. If `only_existing` is true, create no
-    overload objects that `torch.ops` has not created yet.
+    `reason(name)` returns the error message for an operator. By default, overload objects that
+    `torch.ops` has not created yet are created first, so that they can be invalidated too. With
+    `only_existing`, they are skipped.
     """
     invalidated: list[Any] = []
     for name in names:
@@ -72,8 +73,8 @@ def forget(names: Iterable[Name]) -> None:
 def refuse_running(names: Iterable[Name]) -> None:
     """Raise if this thread is inside a call to an operator and the extension is not loaded.
 
-    The extension keeps the memory of a running call alive. Without it, PyTorch would free memory
-    that the call still reads.
+    The extension keeps the memory of a running call alive. Without the extension, PyTorch would
+    free memory that the call still reads.
     """
     if _hooks.extension.Operator is not None:
         return
@@ -98,8 +99,8 @@ def _called_here() -> set[str]:
 
 _OPS_FILE = OpOverload.__call__.__code__.co_filename
 
-# PyTorch's sets and dictionaries that are keyed by OpOverload or OpOverloadPacket objects, each
-# given as the name of a module and of a variable in the module.
+# PyTorch's sets and dictionaries that are keyed by OpOverload or OpOverloadPacket objects, as pairs
+# of a module name and the name of a variable in that module.
 _BY_OBJECT = (
     ("torch._ops", "cached_ops"),
     ("torch._inductor.lowering", "lowerings"),
@@ -158,9 +159,9 @@ def forget_objects(ops: Collection[Any]) -> None:
     identities = set(map(id, ops))
     for key in list(cache):
         called = key.key[0]
-        # Each key of FakeTensorMode's cache describes a call. In a call to a higher-order operator,
-        # any argument may be the overload. For all other calls, it is enough to check which
-        # operator was called, and this is faster because the cache is large.
+        # Each key of FakeTensorMode's cache describes one call. Higher-order operators may receive
+        # the overload as any argument, so check all parts of their keys. For other calls, it is
+        # enough to check the called operator, which is faster because the cache is large.
         parts = (called,) if isinstance(called, OpOverload) else key.key
         if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)

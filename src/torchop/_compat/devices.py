@@ -1,7 +1,6 @@
 """Properties of device types, such as "cuda". PyTorch is queried once per type.
 
-No other module of torchop names a device type other than "cpu", so torchop works with any
-accelerator.
+The rest of torchop hardcodes no device type except "cpu", so it works with any accelerator.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
         query: Callable[[], bool] = module.is_current_stream_capturing
         return query
     accelerated = _accelerator()
-    # Since 2.13, `torch.Stream.is_capturing` is a substitute for device modules without this
-    # function.
+    # If the device module lacks this function, use `torch.Stream.is_capturing`, which exists since
+    # 2.13.
     has_query = hasattr(torch.Stream, "is_capturing") and accelerated is not None
     if not has_query or accelerated.type != device_type:
         return lambda: False

@@ -141,12 +141,13 @@ def with_overlooked_keys(
     which are the keys that the dispatcher computed. A mode's handler does not receive these keys,
     so it passes no `keyset`.
     """
-    # Every call has the key ADInplaceOrView, so its kernel has already run by now. Remove the key.
+    # Every call has the key ADInplaceOrView, so the kernel at this key has already run by now.
+    # Remove the key, so that the kernel does not run twice.
     overlooked = _with_keys_of(tensors, _NO_KEYS).remove(DispatchKey.ADInplaceOrView)
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
-    # Redispatching to a fallthrough fails, so remove each key at which the operator has one. The
-    # dispatcher skips these keys too when it computes the keys of a call
+    # Redispatching to a fallthrough fails, so remove the keys at which the operator has a
+    # fallthrough. The dispatcher skips these keys too when it computes the keys of a call
     # (ATen/core/dispatch/DispatchKeyExtractor.h).
     for key, name in in_order(keyset):
         registered = registered_key(qualname, name)
@@ -242,7 +243,7 @@ def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def kernel_table(qualname: str) -> dict[str, str]:
-    """Map each key to a description of the operator's kernel there and of its registration.
+    """Map each dispatch key to a description of the operator's kernel and its registration.
 
     Keys with a fallthrough are omitted.
     """
@@ -275,9 +276,9 @@ _TRANSFORMS_OF_FAKES = _TRANSFORMS - DispatchKeySet(DispatchKey.Functionalize)
 def is_handled_by_mode() -> bool:
     """Return whether the running kernel was called by the handler of a TorchDispatchMode.
 
-    A torch.func transform excludes the same keys as a mode, but inside a transform this returns
-    False. If `with_transforms` included the keys again there, the call would enter the transform a
-    second time (see `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
+    A torch.func transform excludes the same keys as a mode, but this function returns False inside
+    a transform: if `with_transforms` included these keys again, the call would enter the transform
+    a second time (see `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.PythonTLSSnapshot)
@@ -292,8 +293,9 @@ def with_transforms() -> Any:
     runs this call under the mode `_AnalyzeCustomOpInputOutputMode`
     (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
-    # A compiler's trace includes Functionalize, and excludes it around a kernel that FakeTensorMode
-    # calls. Keep it excluded, because the kernel would otherwise create functional tensors.
+    # A compiler's trace includes the key Functionalize, except around kernels that FakeTensorMode
+    # calls. Keep the key excluded there, because the kernel would otherwise create functional
+    # tensors.
     is_fake = torch._C._meta_in_tls_dispatch_include()
     return _including(_TRANSFORMS_OF_FAKES if is_fake else _TRANSFORMS)
 

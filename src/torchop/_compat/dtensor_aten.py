@@ -23,7 +23,7 @@ _RULES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
 # DTensor's tables of operators with sizes among their arguments. In calls to these operators,
 # DTensor replaces the global sizes with the sizes of the local shard.
 SIZES = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster")
-# With more combinations of input placements than this, `rows_like` tries only some of them.
+# If there are more combinations of input placements than this, `rows_like` tries only some of them.
 _MOST_COMBINATIONS = 256
 
 
@@ -82,9 +82,9 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
 def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     """Return the placements that DTensor's rule for `aten` accepts, on one mesh dimension.
 
-    The rule cannot be asked for a list of the placements that it accepts. It only maps the
-    placements of the inputs to the placements to use. So call the rule with many combinations of
-    input placements, and collect the results.
+    DTensor's rules do not list the placements that they accept. A rule only maps the placements of
+    the inputs to the placements to use, so call it with many combinations of input placements, and
+    collect the results.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec

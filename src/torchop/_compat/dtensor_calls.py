@@ -96,8 +96,8 @@ def is_written(argument: Any) -> bool:
 def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
     """Return the index of the first positional argument that belongs in DTensor's cache keys.
 
-    All non-tensor arguments do, except the arguments in `unhashed`, which do not affect the
-    placements.
+    All non-tensor arguments belong there, except the arguments in `unhashed`, which do not affect
+    the placements.
     """
     for index, argument in enumerate(op._schema.arguments):
         is_hashed = not holds_tensors(argument) and argument.name not in unhashed

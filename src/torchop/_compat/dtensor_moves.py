@@ -32,8 +32,8 @@ class Inputs:
         # This pays off because many tensors of a call often have the same shape and placements.
         kinds: dict[Any, int] = {}
         self._kinds = [
-            # A spec with symbolic sizes is not hashable, so its tensor shares its number with no
-            # other.
+            # Specs with symbolic sizes are not hashable, so each of their tensors gets a separate
+            # number.
             kinds.setdefault(spec, index) if _is_static(spec) else index
             for index, spec in enumerate(specs)
         ]
@@ -100,7 +100,7 @@ class Inputs:
 
     @functools.cached_property
     def communication_has_cost(self) -> bool:
-        """Whether DTensor's costs are above 0, which is false on ranks outside of the mesh."""
+        """Whether DTensor computes costs above 0. On ranks outside of the mesh, all costs are 0."""
         from torch.distributed.tensor import Replicate
 
         everywhere = (Replicate(),) * self.mesh.ndim

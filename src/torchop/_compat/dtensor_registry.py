@@ -133,7 +133,7 @@ def redistributed(value: Any, spec: Any) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-# Maps each operator name to the threads in which DTensor has run a strategy for the operator. These
+# Maps each operator name to the threads in which DTensor has run the operator's strategy. These
 # threads may have cached a decision under the address of the overload. If a later operator of the
 # same name got the same address, DTensor would reuse the stale decision.
 _callers: dict[str, set[int]] = {}
@@ -167,7 +167,7 @@ def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
     )
 
 
-# The types of non-tensor arguments that the keys of DTensor's C++ cache support.
+# The non-tensor argument types that DTensor's C++ cache can include in its keys.
 _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "Layout")
 
 

@@ -40,9 +40,9 @@ def op_specs(
 def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
     """Return only the strategies that DTensor could choose for a call, usually just one.
 
-    DTensor prefers a strategy that redistributes nothing. Otherwise it takes the cheapest strategy,
-    and the first of them in a tie. This function finds that strategy without computing the costs of
-    all strategies, which would take longer than the rest of DTensor's decision.
+    DTensor prefers a strategy that redistributes nothing. Otherwise it picks the cheapest strategy,
+    or the first one in case of a tie. This function finds that strategy without computing the costs
+    of all strategies, which would take longer than the rest of DTensor's decision.
     """
     call, inputs, allowed = _analyze(op, rows, op_schema)
     if not inputs.are_certain:

@@ -19,8 +19,8 @@ from torchop._compat import compilers, import_hooks
 FlattenCall = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
 _handle_types: dict[type, FlattenCall | None] = {}
-# Dynamo's table from the exact type of a value to the function that creates Dynamo's variable for
-# the value. None until Dynamo is imported.
+# Dynamo's table that maps the exact type of a value to the function that creates a VariableTracker
+# for the value. None until Dynamo is imported.
 _table: dict[Any, Any] | None = None
 _builder: Any = None
 

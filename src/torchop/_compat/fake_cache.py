@@ -47,10 +47,11 @@ def cached_outputs(
     kwargs: Any,
     run: Callable[[], Any],
 ) -> Any:
-    """Return `run()`, or equal outputs from a cache entry for the same metadata.
+    """Return `run()`, or equal outputs recreated from a cache entry with the same metadata.
 
     Entries for symbolic sizes are stored in the ShapeEnv, since they are valid only together with
-    its guards. All other entries are stored in `cache`. Entries are not shared between owners.
+    its guards. All other entries are stored in `cache`. The key of an entry includes `owner`, so
+    callers with different owners share no entries.
     """
     if not _IS_SUPPORTED or not mode.cache_enabled:
         return run()

@@ -35,7 +35,7 @@ def active_fake_mode() -> Any | None:
 
 
 def without_new_symbols(mode: Any) -> contextlib.AbstractContextManager[None]:
-    """Discard the unbacked symbols that a fake kernel creates, so that no result must use them."""
+    """Discard a fake kernel's new unbacked symbols, so that the results need not use them."""
     shape_env = mode.shape_env
     if shape_env is None:
         return contextlib.nullcontext()
@@ -44,7 +44,7 @@ def without_new_symbols(mode: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def is_unbacked(size: Any) -> bool:
-    """Return whether a size is data-dependent, and so known only when the program runs."""
+    """Return whether a size is data-dependent, i.e. known only at run time."""
     if not isinstance(size, torch.SymInt):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports sympy

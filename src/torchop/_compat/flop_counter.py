@@ -129,7 +129,8 @@ class _Counter:
         op = operators.chosen_overload(first._overloadpacket, args, kwargs)
         if op in self.counts:
             return self.counts[op](args, kwargs, out_val)
-        # If this overload has no formula, as for example an out= overload, use the first formula.
+        # If this overload has no formula (it may be an out= overload, for example), use the first
+        # formula that was registered for the operator.
         names = {argument.name for argument in first._schema.arguments}
         known = {name: kwargs[name] for name in kwargs if name in names}
         return self.counts[first](args, known, out_val)

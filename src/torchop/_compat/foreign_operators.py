@@ -12,8 +12,9 @@ import torch.library
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._compat.overload_functions import follow_overloads
 
-# The method of an OpOverload that switches the overload from dispatch in C++ to dispatch in Python.
-# We call this switch the exchange. Afterwards, the attribute `_pyobj_dispatcher` is not None.
+# The method of an OpOverload that switches calls to the overload from C++ dispatch to dispatch in
+# Python. We call this switch the exchange. Afterwards, the attribute `_pyobj_dispatcher` is not
+# None.
 _EXCHANGE = "_enable_pyobj_dispatch"
 _DISPATCHER = "_pyobj_dispatcher"
 
@@ -120,7 +121,7 @@ def forget_exchange(overload: OpOverload) -> None:
 
 
 def restore_function(overload: OpOverload, operator: Any, entry: Any) -> None:
-    """Undo `overload_functions.replace_function`, unless other code has replaced it since."""
+    """Undo `overload_functions.replace_function`, unless other code has replaced `_op` since."""
     function = overload._op
     if isinstance(function, operator) and function.entry is entry:
         overload._op = function.dispatch
@@ -135,8 +136,8 @@ def returns_what_it_writes(handle: CustomOpDef) -> bool:
 def handle_calls_forward() -> bool:
     """Return whether `CustomOpDef.__call__` does nothing but call the OpOverload.
 
-    It may do more in another release of PyTorch, or after a user has patched it. So check that the
-    code of `__call__` uses no name other than `_opoverload`.
+    The method may do more in another release of PyTorch, or after a user has patched it, so check
+    that the code of `__call__` uses no name other than `_opoverload`.
     """
     code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
     return getattr(code, "co_names", None) == ("_opoverload",)

@@ -1,8 +1,8 @@
 """Check the dtypes and devices of operator results in programs that Inductor compiles.
 
-Inductor's `codegen_size_asserts` (torch/_inductor/ir.py) only checks sizes and strides. If a kernel
-returned another dtype than its fake kernel, the program would misread the memory as the fake
-kernel's dtype, possibly past the end. AOTInductor packages have no such checks by default.
+Inductor's `codegen_size_asserts` (torch/_inductor/ir.py) only checks sizes and strides. So if a
+kernel returned a different dtype than its fake kernel, the program would misread the memory as the
+fake kernel's dtype, possibly past the end. AOTInductor packages have no such checks by default.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def on_close(library: torch.library.Library, hook: registries.RegistrationHook) 
 def after_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
     """Queue `hook` for `run_waiting_hooks` when `library` is destroyed or garbage-collected.
 
-    Unlike a hook of `on_close`, this hook may call user code.
+    Unlike the hooks that are passed to `on_close`, this hook may call user code.
     """
     on_close(library, lambda: waiting_hooks.append((hook, False)))
 
@@ -268,7 +268,7 @@ def end(library: torch.library.Library) -> None:
 
 
 def deregister(library: torch.library.Library, name: deregistration.Name, reason: str) -> None:
-    """Destroy the library of an operator. Later calls to the operator raise `reason`."""
+    """Destroy an operator's library. Later calls to the operator raise an error with `reason`."""
     deregistration.invalidate([name], lambda qualname: reason)
     registries.unpublish(operators.joined(*name), library)
     end(library)

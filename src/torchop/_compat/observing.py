@@ -161,9 +161,9 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 def records_gradient(module_of_formulas: str) -> bool:
     """Return whether an autograd formula records a gradient for the call that a mode is handling.
 
-    Autograd is always disabled in a mode's handler, so its state does not tell. Search the call
-    stack for the `forward` of a formula instead, which is defined in `module_of_formulas` or in
-    torch/_library/autograd.py.
+    Autograd is always disabled inside a mode's handler, so its state does not answer this question.
+    Instead, search the call stack for the `forward` of a formula, which is defined in
+    `module_of_formulas` or in torch/_library/autograd.py.
     """
     if torch.is_grad_enabled():
         return True

@@ -1,4 +1,4 @@
-"""Functions that import Dynamo or AOTInductor when they are called, because the import is slow."""
+"""Functions that import Dynamo or AOTInductor only when called, because these imports are slow."""
 
 from __future__ import annotations
 

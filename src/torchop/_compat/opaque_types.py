@@ -28,9 +28,9 @@ _NOT_IN_SCHEMAS = re.compile(r"[^\w.]")
 
 
 def custom_class_name(annotation: Any) -> str | None:
-    """Return the name of a class in schemas, or None if schemas do not support the class.
+    """Return the name that schemas use for a class, or None if they do not support the class.
 
-    They support PyTorch's opaque types, registered enums, and Generator.
+    Schemas support PyTorch's opaque types, registered enums, and Generator.
     """
     if not isinstance(annotation, type):
         return None
@@ -86,7 +86,8 @@ def register(cls: type, *, is_value: bool) -> None:
     name = _NOT_IN_SCHEMAS.sub("_", qualname)
     forget = getattr(torch._C, "_unregister_opaque_type", None)
     if forget is not None and torch._C._is_opaque_type_registered(f"{cls.__module__}.{name}"):
-        # An earlier class from the same definition still has this name. 2.15 rejects a second one.
+        # An earlier class from the same definition may still be registered under this name, and
+        # 2.15 rejects a second class with the same name, so remove the earlier one.
         forget(f"{cls.__module__}.{name}")
     try:
         if name != qualname:

@@ -109,9 +109,11 @@ class DefaultRule(functools.partial[Any]):
         self.function = function  # `func` may differ, because `partial` unwraps another `partial`
 
     def __bool__(self) -> bool:
-        """Return False, because `torch.library.register_torch_dispatch` rejects another true rule.
+        """Return False, so that `register_torch_dispatch` lets another rule replace this rule.
 
-        This is safe since PyTorch compares a rule with None before calling it.
+        PyTorch's `torch.library.register_torch_dispatch` rejects a registration if the existing
+        rule is true. A false rule still works, because PyTorch compares it with None before calling
+        it.
         """
         return False
 
@@ -119,8 +121,8 @@ class DefaultRule(functools.partial[Any]):
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Register a function that handles an operator's calls under a mode or for a Tensor subclass.
 
-    It replaces a default rule until it is withdrawn. Registering the same function again is a
-    no-op.
+    The function takes precedence over a default rule until it is withdrawn. Registering the same
+    function again is a no-op.
     """
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     before = rules.find(cls)
@@ -210,8 +212,8 @@ def set_default_effect(qualname: str) -> None:
 
     PyTorch gives an effect to each operator with ScriptObject arguments, but only when it creates
     the operator's registry entry (`EffectHolder.__init__` in torch/_library/effects.py). If the
-    entry was created before the operator's schema, PyTorch could not see the arguments, so it gave
-    no effect.
+    entry was created before the operator's schema was defined, PyTorch could not see the arguments,
+    so the operator has no effect yet.
     """
     entry = _rules_registry._data.get(qualname)
     if entry is not None:

@@ -24,8 +24,8 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
 OpNamespace = _OpNamespace
-# Reserved names. An operator or namespace of this name would be unreachable, because `torch.ops` or
-# a namespace already has an attribute of this name.
+# Reserved names. An operator or namespace with one of these names would be unreachable, because
+# `torch.ops` or a namespace already has an attribute of this name.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",
     "_higher_order_op_namespace",

@@ -15,7 +15,8 @@ from torchop._compat.classes import FakeScriptObject
 
 # The attribute of a class that stores the class of its traced objects.
 _CLASS = "_torchop_traced"
-# Classes whose objects may be replaced. PyTorch may need the objects of other classes.
+# Classes whose objects may be replaced with traced objects. Objects of all other classes are kept,
+# because PyTorch may need them.
 _replaceable: weakref.WeakSet[type] = weakref.WeakSet()
 
 
