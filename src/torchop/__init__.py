@@ -42,7 +42,7 @@ from torchop._schema.infer import infer_schema
 from torchop._schema.layouts import channels_last, contiguous
 from torchop._schema.opaque import opaque
 
-# `__getattr__` imports these names on first use, to keep `import torchop` fast.
+# To keep `import torchop` fast, `__getattr__` imports these names on first use.
 if typing.TYPE_CHECKING:
     from torchop import compat as compat
     from torchop import export as export
@@ -57,7 +57,7 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Private names of torch.library that other packages import, so torchop provides them too.
+# Private names of torch.library that other packages import, so torchop has them too.
 _scoped_library = Library
 _register_effectful_op = register_effect
 

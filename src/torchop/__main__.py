@@ -12,8 +12,8 @@ from torchop import __version__
 def main() -> None:
     """Run the command line. Exit with 2 if the extra `cli` is not installed.
 
-    An OSError, for example because the disk is full, is printed as a single line without a
-    traceback.
+    If an OSError is raised, for example because the disk is full, print it as a single line without
+    a traceback.
     """
     if not faulthandler.is_enabled():  # prints a traceback if an imported module crashes
         faulthandler.enable(sys.__stderr__ or sys.stderr)
@@ -32,8 +32,8 @@ def main() -> None:
     try:
         cli.main()
     except OSError as error:
-        # Redirect the standard output to the null device, because Python would otherwise flush the
-        # buffered output at exit and raise the same error again.
+        # Redirect standard output to the null device. Otherwise, Python would flush the buffered
+        # output at exit and raise the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"torchop: {error}", file=sys.stderr)
         sys.exit(1)

@@ -1,7 +1,7 @@
 """The exceptions and warnings of torchop.
 
 Each exception subclasses the builtin exception that `torch.library` raises for the same mistake, so
-existing `except` clauses continue to work.
+existing `except` clauses keep working.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
     "UndeclaredMutationError",
 ]
 
-# The maximum length of the `repr` of a user's value in messages.
+# The maximum length of a user's value in an error message.
 _LONGEST = 200
 
 
@@ -65,7 +65,7 @@ def short_repr(value: object) -> str:
 
 
 def short_text(text: object) -> str:
-    """Return text of any origin as one printable line of limited length, for messages.
+    """Return any text as a single printable line of limited length, for use in messages.
 
     Args:
         text: any object; its `str` is used.
@@ -91,10 +91,10 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 
 class _ShortErrors:
-    """A context manager that shortens PyTorch's errors about a string from the user.
+    """A context manager that shortens PyTorch's errors about a string that the user passed.
 
-    PyTorch quotes the whole string in its message. If the error is inside a multi-byte character,
-    the message is not valid UTF-8, and PyTorch raises a UnicodeDecodeError instead.
+    PyTorch quotes the whole string in its message. If the error position is inside a multi-byte
+    character, the message is not valid UTF-8, and PyTorch raises a UnicodeDecodeError instead.
     """
 
     def __enter__(self) -> None:
@@ -107,7 +107,7 @@ class _ShortErrors:
             raise type(error)(short_text(error)) from None  # type: ignore[misc]
 
 
-# A shared instance, because defining one operator enters this context manager several times.
+# A shared instance, because every operator definition enters this context manager several times.
 short_errors = _ShortErrors()
 
 
@@ -235,7 +235,7 @@ class NothingToAccelerateWarning(UserWarning):
 
 
 def mistake(text: str, kind: type[Exception] = SchemaError) -> Exception:
-    """Create an error whose message lacks the operator's name. `naming` adds the name."""
+    """Create an error without the operator's name in its message, which `naming` adds later."""
     error = kind(text)
     error.__dict__["lacks_name"] = True
     return error
@@ -244,7 +244,7 @@ def mistake(text: str, kind: type[Exception] = SchemaError) -> Exception:
 class naming:  # noqa: N801  (called like a function)
     """A context manager that adds an operator's name to the errors of `mistake`.
 
-    It does not change other errors, such as errors of user code.
+    Other errors, such as errors in user code, are left unchanged.
     """
 
     def __init__(self, operator: object) -> None:
@@ -258,15 +258,15 @@ class naming:  # noqa: N801  (called like a function)
             error.args = (f"{self._operator}: {error}",)
 
 
-# Returns whether Dynamo is tracing. The default always returns False until `_compat.compilers`
+# Returns whether Dynamo is tracing. This default is always False, until `_compat.compilers`
 # replaces it.
 dynamo_is_tracing: Callable[[], bool] = bool
 
 
 def _readable(error: Exception) -> str:
-    """Return the `repr` of a torchop exception, without escaping its line breaks.
+    """Return the `repr` of a torchop exception with its line breaks unescaped.
 
-    If a fake kernel raises the exception, Dynamo appends this `repr` to its own message, so it
+    When a fake kernel raises the exception, Dynamo appends this `repr` to its own message, where it
     should be readable.
     """
     start = "\n" if dynamo_is_tracing() else ""
@@ -282,7 +282,7 @@ for _name, _module in _modules.items():
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Issue a warning at the user's line, outside of torchop, PyTorch and the calling package.
+    """Issue a warning that points to the user's line, outside of torchop, PyTorch and the caller.
 
     Args:
         message: the text.
@@ -299,8 +299,8 @@ def warn(message: str, category: type[Warning]) -> None:
     """
     frame, level = sys._getframe().f_back, 2
     assert frame is not None  # the caller's frame
-    # Skip the frames of torchop, PyTorch, the caller's package, and compiled graphs (which have an
-    # empty module name).
+    # Skip the frames of torchop, of PyTorch, of the caller's package, and of compiled graphs, which
+    # have an empty module name.
     skipped = {"torchop", "torch", "", _package(frame)} - {"__main__"}
     while frame is not None and _package(frame) in skipped:
         frame, level = frame.f_back, level + 1
@@ -317,8 +317,8 @@ def add_note(error: Exception, note: str) -> None:
         (text,) = error.args or ("",)
         if isinstance(text, str):
             if note in text:
-                return  # the note was added when the same exception was raised before
-            # Add the note to the message, because Python 3.10 does not support notes, and Dynamo
+                return  # added when this exception was raised before
+            # Add the note to the message itself: Python 3.10 does not support notes, and Dynamo
             # shows only the `repr`, which omits them.
             text = f"{text} ({note})".lstrip()
             error.args = (_Unescaped(text) if dynamo_is_tracing() else text,)
@@ -348,13 +348,13 @@ def _is_internal(module: str) -> bool:
 def users_place() -> Place:
     """Return the source line of the innermost frame outside of torchop and PyTorch."""
     frame = sys._getframe()
-    # Besides torchop's frames, the stack contains frames of PyTorch while a kernel runs, of
-    # importlib while torchop is being imported, and of contextlib inside a `with` block of torchop.
+    # The stack may also contain frames of PyTorch while a kernel runs, of importlib while torchop
+    # is being imported, and of contextlib inside a `with` block of torchop.
     while frame.f_back is not None and _is_internal(str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 
 
 def warn_at(place: Place, message: str, category: type[Warning]) -> None:
-    """Issue a warning attributed to `place`, for use where the stack has no user code."""
+    """Issue a warning that points to `place`, for use where no user code is on the stack."""
     warnings.warn_explicit(message, category, *place)

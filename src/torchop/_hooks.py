@@ -1,8 +1,8 @@
-"""Hooks through which lower layers use `_native` and `_define`, which they must not import.
+"""Hooks through which lower layers call `_native` and `_define`, which they must not import.
 
 `_native` and `_define` replace the variables of this module later, so always read them as
-attributes, as in `_hooks.extension`. With `from torchop._hooks import extension`, a module would
-keep the default value.
+attributes, as in `_hooks.extension`. After `from torchop._hooks import extension`, a module would
+be stuck with the default value.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class NoExtension:
-    """Stands for the C++ extension while it is not loaded.
+    """Stands in for the C++ extension until that is loaded.
 
-    It defines the functions of `_native/_call_path.pyi` that lower layers call. Each function
-    returns a value that makes its caller fall back to Python.
+    It has the functions of `_native/_call_path.pyi` that lower layers call. The value that each of
+    them returns makes the caller fall back to Python.
     """
 
     Choice: Any = None
@@ -26,7 +26,7 @@ class NoExtension:
     def is_evidently_fresh(args: Any, kwargs: Any, result: Any, like: Any = None, /) -> bool:
         """Return True if a result is known to share no memory with the arguments.
 
-        If `like` is given, the result must also have the same metadata as this tensor.
+        If `like` is given, the result must also have the same metadata as `like`.
         """
         return False
 
@@ -53,15 +53,15 @@ class NoExtension:
         """Call this before deregistering operators, and the returned function afterwards.
 
         Calls that are still running may read memory that PyTorch frees during deregistration, so
-        the extension keeps this memory alive. Without the extension, this function is a no-op.
+        the extension keeps this memory alive. This default is a no-op.
         """
         return lambda: None
 
 
 # The C++ extension module, once it is loaded.
 extension: Any = NoExtension
-# Counts a call that runs an operator's kernel. `_native` sets this function until it has counted
-# enough calls to compile the extension. Otherwise it is None, so that calls only pay for a None
+# Counts a call that runs an operator's kernel. `_native` sets this function until enough calls were
+# counted to compile the extension. At all other times it is None, so that calls only pay for a None
 # check.
 count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.

@@ -1,11 +1,11 @@
-"""Drop-in replacements for the functions with which inference engines register operators.
+"""Drop-in replacements for the functions that inference engines use to register operators.
 
-Operators created by `torch.library.custom_op` are slow to call, so inference engines have their own
+Calls to operators of `torch.library.custom_op` are slow, so inference engines have their own
 functions to register operators: `direct_register_custom_op` in vLLM and SGLang,
 `register_custom_op` in SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module
-have the same signatures, but they define operators with `torchop.custom_op`, which makes calls
-faster. If a result shares memory with an argument or another result, these operators only warn, as
-in the engines, whereas other operators of torchop raise an error.
+have the same signatures, but define operators with `torchop.custom_op`, which makes calls faster.
+As in the engines, a result may share memory with an argument or with another result: this only
+causes a warning here, whereas other operators of torchop raise an error.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Tags: TypeAlias = "torch.Tag | Iterable[torch.Tag] | None"
 
 
 class _Registration(NamedTuple):
-    """The arguments of a registration, stored to recognize a later call that repeats them."""
+    """The arguments of a registration, stored so that we can recognize a call that repeats them."""
 
     function: Callable[..., Any]
     mutates_args: str | tuple[str, ...]
     devices: tuple[str | None, ...]
     fake_impl: Callable[..., Any] | None
-    # Weak, because a strong reference would keep the caller's library alive.
+    # A strong reference would keep the caller's library alive.
     library: weakref.ref[torch.library.Library] | None
     tags: tuple[Any, ...]
     out_shape: int | str | None = None
@@ -49,7 +49,7 @@ class _Registration(NamedTuple):
 
 
 # All registrations so far. If a second engine in the same process registers the same operators
-# again, it must get the existing operators instead of an error.
+# again, it gets the existing operators instead of an error.
 _registrations: dict[OpName, _Registration] = {}
 
 
@@ -66,8 +66,9 @@ def direct_register_custom_op(
     """Register an operator, with the signature of vLLM's and SGLang's `direct_register_custom_op`.
 
     Args:
-        op_name: `"namespace::name"`, or `"name"`. By default, the namespace is the namespace of
-            `target_lib`, or else the name of the calling package, such as `vllm`.
+        op_name: `"namespace::name"`, or just `"name"`. Without a namespace, the operator is defined
+            in the namespace of `target_lib`, or else in one named after the calling package, such
+            as `vllm`.
         op_func: the function that implements the operator. The schema is inferred from its
             annotations.
         mutates_args: the names of the tensor arguments that the function writes to.
@@ -78,7 +79,7 @@ def direct_register_custom_op(
         tags: a tuple of `torch.Tag`.
 
     Returns:
-        The operator. (The engines' own functions return None, so their callers look the operator up
+        The operator. (The engines' own functions return None, so their callers look up the operator
         in `torch.ops`.)
 
     Raises:
@@ -153,17 +154,17 @@ def register_custom_op(
 ) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
     """Register an operator, with the arguments of SGLang's and TensorRT-LLM's functions.
 
-    Use it as a decorator, or call it with the function. It takes the same arguments as SGLang's
-    `register_custom_op` and `register_custom_op_from_extern`, except `computed_args`. If the first
-    argument is a name, it takes the same arguments as TensorRT-LLM's `fast_custom_op`. Calling it
-    again with equal arguments returns the same operator.
+    Use it as a decorator, or call it with the function. It takes the arguments of SGLang's
+    `register_custom_op` and `register_custom_op_from_extern`, except `computed_args`. With a name
+    as the first argument, it takes the arguments of TensorRT-LLM's `fast_custom_op` instead. A
+    second call with equal arguments returns the existing operator.
 
     Args:
         fn: the function; or for a decorator, the name, as in `@register_custom_op("ns::name")`.
         op_name: the name, as in `direct_register_custom_op`. By default, the function's name.
         mutates_args: the names of the tensor arguments that the function writes to, or `"unknown"`.
-        out_shape: the name or position of an argument that has the same shape and other metadata as
-            the result. It replaces a fake kernel.
+        out_shape: the name or position of an argument. The result has the same shape and other
+            metadata as this argument, so no fake kernel is needed.
         out_dtype: the dtype of the result, if it differs from the dtype of that argument.
         fake_impl: the fake kernel, if `out_shape` is omitted.
         device_types: device types such as `"cuda"`, or dispatch keys such as `"CUDA"`. None means
@@ -221,7 +222,7 @@ def register_custom_op(
             mutated if isinstance(mutated, str) else tuple(mutated),
             _devices(name, device_types),
             fake_impl,
-            # If `target_lib` is not a library, defining the operator will raise an error.
+            # An invalid `target_lib` may become None, because defining the operator rejects it.
             weakref.ref(target_lib) if isinstance(target_lib, torch.library.Library) else None,
             () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
             out_shape,

@@ -1,7 +1,7 @@
 """torchop.extend: building blocks for tools that work on operators.
 
-`torchop.testing` and `torchop.export` are built on this module, and checkers, exporters and rules
-in other packages can use it too. `import torchop` does not import this module, so import it
+`torchop.testing` and `torchop.export` are built on this module, and you can use it for checkers,
+exporters and rules in other packages too. `import torchop` does not import it, so import it
 explicitly, as in `from torchop.extend import Operator`.
 
 Modeled after `jax.extend`.

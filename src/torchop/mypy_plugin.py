@@ -1,12 +1,12 @@
 """A mypy plugin for `torchop.operator` and `torchop.out_op`.
 
 Add `plugins = torchop.mypy_plugin` to mypy's configuration. mypy then gives a class decorated with
-`torchop.operator` the signature of its `forward` and the attributes of `CustomOp`. The plugin is
-needed because mypy ignores the return types of class decorators. Other type checkers work without a
-plugin, as does a plain call such as `torchop.operator(name)(cls)` in mypy.
+`torchop.operator` the signature of its `forward` and the attributes of `CustomOp`. You need the
+plugin because mypy ignores the return types of class decorators. Other type checkers work without
+it, as does mypy for a plain call such as `torchop.operator(name)(cls)`.
 
 `torchop.out_op` returns an operator family, which can be called without its `out` arguments. A
-ParamSpec cannot express this, so mypy can only check such calls with the plugin.
+ParamSpec cannot express this, so mypy checks such calls only with the plugin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARK = "torchop"
 
 
 class OperatorPlugin(Plugin):
-    """Infer types of classes decorated by `torchop.operator`, and of calls to operator families."""
+    """Infers the types of classes decorated with `torchop.operator`, and of operator families."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
         return _mark if fullname in (_DECORATOR, "torchop.operator") else None
@@ -68,11 +68,11 @@ def _mark(context: ClassDefContext) -> bool:
         return False  # mypy has not analyzed CustomOp yet, and will call this hook again
     info = context.cls.info
     info.metadata[_MARK] = {}
-    # Make CustomOp the metaclass, because mypy falls back to the metaclass for attributes that the
-    # class itself lacks.
+    # Make CustomOp the metaclass: for attributes that the class itself lacks, mypy falls back to
+    # the metaclass.
     info.metaclass_type = handle
-    # Remove the decorator, because mypy would otherwise also check whether the decorator accepts
-    # the class as an argument.
+    # Remove the decorator. Otherwise, mypy would also check whether the decorator accepts the class
+    # as an argument.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 
@@ -87,7 +87,7 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
             if isinstance(signature, CallableType):
                 return signature.with_name(operator.name)
     # A class with a string `schema` and one kernel per device has neither `forward` nor
-    # `signature`, so accept any arguments.
+    # `signature`, so any arguments are accepted.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(
         arg_types=[any_type, any_type],
@@ -102,7 +102,7 @@ def _is_tensor(type_: Instance) -> bool:
 
 
 def _family_signature(context: MethodSigContext) -> FunctionLike:
-    """Return the signature of a call to an operator family, whose `out` arguments are optional."""
+    """Return the signature for calling an operator family, whose `out` arguments are optional."""
     default = context.default_signature
     family = get_proper_type(context.type)
     kernel = get_proper_type(family.args[0]) if isinstance(family, Instance) else None

@@ -1,7 +1,7 @@
 """torchop.native: control and observe native calls.
 
-A call is native if torchop's C++ extension runs the kernel, without going through PyTorch's
-dispatcher.
+A call is native if torchop's C++ extension runs the kernel directly, without going through
+PyTorch's dispatcher.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 def disabled() -> Iterator[None]:
     """Disable native calls in this thread inside a `with` block.
 
-    All calls in the block, including calls in backward passes that start in the block, go through
-    PyTorch's dispatcher and give the same results. Use it to compare the results or timings of
-    native and other calls. Blocks can be nested.
+    All calls in the block go through PyTorch's dispatcher and give the same results, including
+    calls in a backward pass that starts in the block. Use it to compare results or timings with and
+    without native calls. Blocks can be nested.
 
     Example:
         >>> import torch, torchop
@@ -46,7 +46,7 @@ def disabled() -> Iterator[None]:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
     """
-    switch.obtain()  # otherwise the first call in the block could load the extension, and be native
+    switch.obtain()  # else the first call in the block could load the extension, and be native
     native = switch.native_module()
     if native is not None:
         native.switch_off(1)
@@ -62,15 +62,15 @@ def wait(timeout: float | None = None) -> bool:
 
     Native calls need a C++ extension. If it has not been compiled on this machine yet, the 1,000th
     call in a program starts compiling it in the background, and calls stay slower until it is
-    loaded. `wait` starts the compilation immediately, and returns once the extension is loaded.
+    loaded. `wait` starts compiling it right away, and returns once it is loaded.
 
     Args:
-        timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` returns
-            immediately, after loading the compiled extension or starting to compile it.
+        timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` does
+            not wait: it loads the extension if it is compiled, or else starts to compile it.
 
     Returns:
-        Whether calls are native now. False if the timeout expired, if TORCHOP_NATIVE=0 is set, or
-        if Python runs without the GIL.
+        Whether calls are native now. This is False if the timeout expired, if TORCHOP_NATIVE=0 is
+        set, or if Python runs without the GIL.
 
     Raises:
         NativeUnavailableError: no compiler was found, or compiling or loading failed.
@@ -101,9 +101,9 @@ def counters(op: OpLike) -> Mapping[str, int]:
             packet with one overload.
 
     Returns:
-        A mapping from reasons to numbers of calls, in which the key `"native"` counts the native
-        calls. Reasons that never occurred are omitted. Calls before the extension was loaded are
-        not counted.
+        A mapping from reasons to numbers of calls. The key `"native"` counts the native calls.
+        Reasons that never occurred are left out, and so are calls from before the extension was
+        loaded.
 
     Raises:
         ValueError: `op` is not an operator.

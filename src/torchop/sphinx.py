@@ -4,8 +4,8 @@ In a package's `conf.py`, after `sphinx.ext.autodoc`::
 
     extensions = ["sphinx.ext.autodoc", "torchop.sphinx"]
 
-By default, `automodule` with `:members:` skips operators, because `torchop.custom_op` does not
-return functions. With this extension, `automodule` and `autofunction` document each operator as a
+Without this extension, `automodule` with `:members:` skips operators, because `torchop.custom_op`
+does not return functions. With it, `automodule` and `autofunction` document each operator as a
 function, followed by its schema, kernels and rules.
 """
 
@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-# The imports need `type: ignore`, because docutils has no type annotations, and Sphinx 9 does not
+# These imports need `type: ignore`, because docutils has no type annotations and Sphinx 9 does not
 # declare that this module exports `mock`.
 from docutils.nodes import Node  # type: ignore[import-untyped]
 from docutils.parsers.rst import directives  # type: ignore[import-untyped]
@@ -53,8 +53,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _wrap_automodule(app: Sphinx) -> None:
-    # Subclass whichever automodule directive is currently registered, because autodoc has two
-    # implementations and an option in `conf.py` selects one of them.
+    # autodoc has two implementations, one of which is selected by an option in `conf.py`, so
+    # subclass whichever automodule directive is currently registered.
     directive, _ = directives.directive("automodule", get_language("en"), new_document(""))
 
     class AutomoduleDirective(directive):  # type: ignore[misc, valid-type]
@@ -71,8 +71,8 @@ def _wrap_automodule(app: Sphinx) -> None:
 def _as_functions(name: str) -> Iterator[None]:
     """Replace a module's operators with functions inside a `with` block.
 
-    Without this, autodoc would skip the operators, because it recognizes functions by their type
-    and has no hook to document other members as functions.
+    Otherwise autodoc would skip them, because it recognizes functions by their type and has no hook
+    to document other members as functions.
     """
     try:
         module = importlib.import_module(name)

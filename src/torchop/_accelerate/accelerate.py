@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# The accelerations in effect. An operator is accelerated as long as it matches one of them.
+# The accelerations that are in effect. An operator is accelerated for as long as one of them
+# matches it.
 _active: list[Acceleration] = []
 # Maps each matching operator to the reason why it is not accelerated, or to None if it is.
 _problems: dict[OpName, str | None] = {}
@@ -36,14 +37,14 @@ _DEREGISTERED = "it was deregistered"
 
 
 class AcceleratedOperator(NamedTuple):
-    """The state of one operator, a row in the table of an `Acceleration`.
+    """The state of one operator, i.e. one row in the table of an `Acceleration`.
 
     Attributes:
         op: the name of the operator.
-        accelerated: whether calls to the operator can be native.
+        accelerated: whether calls to the operator can be native, i.e. bypass the dispatcher.
         reason: why the operator is not accelerated. Empty if it is accelerated.
-        constants: the names of the `int` arguments. `torch.compile` recompiles for each new value
-            of these arguments. To avoid this, declare them as `SymInt` in the schema.
+        constants: the names of the `int` arguments. For each new value of these, `torch.compile`
+            recompiles. To avoid this, declare them as `SymInt` in the schema.
 
     Example:
         >>> import torch, torchop
@@ -60,7 +61,7 @@ class AcceleratedOperator(NamedTuple):
 
 
 class Acceleration:
-    """The result of `accelerate`. Printing it shows a table of the operators.
+    """The result of `accelerate`. Print it to see a table of the operators.
 
     The acceleration ends when `undo` is called, or at the end of a `with` block.
 
@@ -95,10 +96,10 @@ class Acceleration:
             return tuple(_row(name, name in of_python) for name in self._matching())
 
     def undo(self) -> None:
-        """Stop accelerating the matching operators. Calling it again has no effect.
+        """Stop accelerating the matching operators. A second call is a no-op.
 
-        Operators that match another active `Acceleration` stay accelerated. If other code has
-        replaced a function in `torch.ops` in the meantime, the replacement is left in place.
+        Operators that also match another active `Acceleration` stay accelerated. If other code has
+        replaced a function in `torch.ops` in the meantime, its replacement is left in place.
         """
         with registration_lock:
             if self in _active:
@@ -135,7 +136,7 @@ class Acceleration:
     def _matching(self) -> list[OpName]:
         """Return the names of the registered operators that match a pattern.
 
-        Operators that were defined in C++ are included only if a pattern names their namespace.
+        Include operators that were defined in C++ only if a pattern names their namespace.
         """
         names = defined_names()
         parts = (pattern.partition("::") for pattern in self._patterns)
@@ -152,11 +153,11 @@ def accelerate(*patterns: str) -> Acceleration:
     This works for operators with Python kernels that were registered with
     `torch.library.custom_op`, or with `define` and `impl` of a `torch.library.Library`. A call
     through a handle, through `torch.ops` or from a compiled graph is native if the dispatcher would
-    only run the kernel and the wrappers that `custom_op` adds to it. All other calls fall back to
+    only run the kernel and the wrappers that `custom_op` adds to it. Every other call falls back to
     the dispatcher.
 
-    Operators that are registered later are accelerated too, so the order of imports does not
-    matter.
+    Operators that are registered later are accelerated too, so you can import packages in any
+    order.
 
     Args:
         patterns: operator names such as `"mylib::crop"`, optionally with the wildcards `*`, `?` and
@@ -164,9 +165,8 @@ def accelerate(*patterns: str) -> Acceleration:
             overloads.
 
     Returns:
-        An `Acceleration`. Print it to see a table of the operators, and the reason why an operator
-        is not accelerated. To end the acceleration, call `undo`, or use the object in a `with`
-        statement.
+        An `Acceleration`. Print it to see which operators are accelerated, and why others are not.
+        To end the acceleration, call its `undo`, or use it in a `with` statement.
 
     Raises:
         ValueError: no pattern was given, or a pattern matches no valid name.
@@ -174,8 +174,8 @@ def accelerate(*patterns: str) -> Acceleration:
 
     Warns:
         NothingToAccelerateWarning: a pattern is probably misspelled, because it matches no
-            registered operator, but its namespace or a similar one exists; or all matching
-            operators were defined in C++, so they cannot be accelerated.
+            registered operator although its namespace or a similar one exists. This is also issued
+            if all matching operators were defined in C++, because these cannot be accelerated.
 
     Example:
         >>> import torch, torchop
@@ -199,12 +199,12 @@ def accelerate(*patterns: str) -> Acceleration:
                 _stop_watching = foreign_operators.watch_definitions(_defined)
         switch.request(_adopt_all)
         if switch.native_module() is None:
-            # Until the extension is loaded, this only counts calls. Afterwards, `switch` calls it
-            # again.
+            # Without the extension, this only counts calls. `switch` calls it again once the
+            # extension is loaded.
             _adopt_all()
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
-    except BaseException:  # for example a warning that a filter turned into an error
+    except BaseException:  # such as a warning that a filter turned into an error
         acceleration.undo()
         raise
     return acceleration
@@ -217,7 +217,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def why_not(name: OpName) -> str | None:
-    """Return the reason why calls to an operator are not native, or None if they are."""
+    """Return why calls to an operator go through the dispatcher, or None if they are native."""
     with registration_lock:
         if name not in defined_names():
             return _row(name, False).reason
@@ -253,7 +253,7 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
-    # Ignore the ValueError for an invalid name, because PyTorch itself reports this mistake.
+    # An invalid name raises ValueError. Ignore it, because PyTorch itself reports this mistake.
     with contextlib.suppress(ValueError):
         name = OpName.parse(qualname)
         if _is_matched(name) and not _is_ours(library):
@@ -274,7 +274,8 @@ def _release_unmatched() -> None:
 def _unless_deregistered(name: OpName, compute: Callable[[], Result], otherwise: Result) -> Result:
     """Return `compute()`, or `otherwise` if the operator is deregistered in the meantime.
 
-    PyTorch does not hold `registration_lock` while it deregisters an operator.
+    This can happen at any time, because PyTorch does not hold `registration_lock` while it
+    deregisters an operator.
     """
     try:
         return compute()
@@ -302,7 +303,7 @@ def _current_row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif (calls := table.accelerated.get(name)) is None:
         reason = _problems.get(name) or _DEREGISTERED
     else:
-        calls.outdate()  # check again, because another package may have registered a kernel
+        calls.outdate()  # check again, in case another package has registered a kernel
         calls()
         reason = calls.problem
     constants = find_schema(name).constants

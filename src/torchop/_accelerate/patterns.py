@@ -15,12 +15,12 @@ from torchop.extend import OpName, short_repr, short_text
 
 Value = TypeVar("Value")
 
-# Internal namespaces of PyTorch and torchop. Wildcards such as "*" do not match them.
+# Namespaces that PyTorch and torchop use internally. Wildcards such as "*" do not match them.
 _INTERNAL = naming.RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
 
 
 def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
-    """Raise if `patterns` is empty or contains an invalid pattern. Messages start with `caller`."""
+    """Raise if `patterns` is empty or holds an invalid pattern. Messages start with `caller`."""
     if not patterns:
         raise ValueError(
             f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
@@ -33,8 +33,8 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
                 f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
         if not naming.is_pattern(pattern):
-            # The pattern may be a name in PyTorch's notation, such as torch.ops.mylib.crop, so
-            # suggest the corresponding valid pattern.
+            # This may be a name in PyTorch's notation, such as torch.ops.mylib.crop, so suggest the
+            # pattern that corresponds to it.
             namespace, *name = re.split("[.:]", pattern.removeprefix("torch.ops."), maxsplit=1)
             meant = f"{namespace or 'mylib'}::{''.join(name) or '*'}"
             raise ValueError(
@@ -45,7 +45,7 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    # An operator in an internal namespace matches only if the pattern starts with the namespace.
+    # A pattern matches operators in an internal namespace only if it starts with the namespace.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
     if not naming.is_match(name, pattern):
@@ -78,8 +78,8 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
 def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
     """Yield a warning for each pattern that is probably a mistake.
 
-    A pattern for an unknown namespace is only reported if a registered namespace has a similar
-    name, because otherwise it may be meant for a package that is imported later.
+    A pattern for an unknown namespace may be meant for a package that is imported later, so it is
+    only reported if a registered namespace has a similar name.
     """
     names, matching = defined_names(), []
     for pattern in patterns:

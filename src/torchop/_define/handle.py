@@ -287,8 +287,9 @@ class CustomOp(Registrations, Generic[P, R]):
             lib: the library that owns the new operator. The default is the library of this
                 operator.
 
-        The handle of the new operator. If the result has a different shape or dtype than the first
-        argument, a call raises `MutationError` and leaves the argument unchanged.
+        Returns:
+            The handle of the new operator. If the result has a different shape or dtype than the
+            first argument, a call raises `MutationError` and leaves the argument unchanged.
 
         Raises:
             SchemaError: this operator is not functional, has several results, or does not take a
@@ -328,8 +329,9 @@ class CustomOp(Registrations, Generic[P, R]):
             lib: the library that owns the new operator. The default is the library of this
                 operator.
 
-        The handle of the new operator. If an output differs from the result in shape, dtype or
-        device, a call raises `MutationError` and leaves the outputs unchanged.
+        Returns:
+            The handle of the new operator. If an output differs from the result in shape, dtype or
+            device, a call raises `MutationError` and leaves the outputs unchanged.
 
         Raises:
             SchemaError: this operator is not functional, or `outputs` is invalid. SchemaError is a

@@ -38,8 +38,9 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
         out: the operator that writes the results into output arguments, and returns these or None.
             It must take the same arguments as `functional`, followed by the outputs.
 
-    A function with the parameters of `functional` and an additional keyword-only parameter for each
-    output, with the default None. Callers must pass either all outputs or none.
+    Returns:
+        A function with the parameters of `functional` and an additional keyword-only parameter for
+        each output, with the default None. Callers must pass either all outputs or none.
 
     Raises:
         OperatorNotFoundError: one of the operators is not defined.

@@ -1,10 +1,10 @@
 """Keys for compile caches, which change when an operator's rules change.
 
-Rules are the functions and settings of an operator that affect compiled graphs, such as a fake
-kernel and a backward formula. PyTorch's persistent caches of compiled graphs identify an operator
-by name alone (pytorch/pytorch#144344), so they would return the old graph after an edit of a fake
-kernel or formula. To prevent this, torchop adds a digest of the rules of a graph's operators to the
-graph's key.
+An operator's rules are the functions and settings that affect compiled graphs, such as its fake
+kernel and its backward formula. PyTorch's persistent caches of compiled graphs identify an operator
+by name alone (pytorch/pytorch#144344), so after an edit of a fake kernel or formula, they would
+still return the old graph. To prevent this, torchop adds a digest (a hash) of the rules of a
+graph's operators to the cache key of the graph.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torchop.extend import OpName
 def cache_key_tag() -> str:
     """Return a digest of all rules that affect compiled graphs, such as fake kernels and formulas.
 
-    Use it in the keys of your own caches. The caches of AOTAutograd and Inductor do not need it,
-    because torchop already adds a digest of the operators in a graph to their keys. If you set
+    Use it in the keys of your own caches. AOTAutograd's and Inductor's caches do not need it,
+    because torchop already adds a digest of a graph's operators to the keys there. If you set
     `torch.compiler.config.cache_key_tag` to this digest, changing any operator recompiles all
     graphs.
 
@@ -53,10 +53,10 @@ def cache_key_tag() -> str:
 
 
 def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]]:
-    """Return a digest of the operators' rules, and the code objects that the digest covers.
+    """Return a digest of the operators' rules, and the code objects that went into it.
 
-    If `operators` is None, the digest covers all operators of torchop. If none of the operators has
-    a rule that affects compiled graphs, the digest is the empty string.
+    If `operators` is None, include all operators of torchop. If none of the operators has a rule
+    that affects compiled graphs, the digest is the empty string.
     """
     digest = _Digest()
     for name in sorted(own_definitions() if operators is None else operators):
@@ -65,7 +65,7 @@ def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]
 
 
 def digest_of_function(function: object) -> bytes:
-    """Return a digest of a function, and of the code, constants and operators that it uses."""
+    """Return a digest of a function with all code, constants and operators that it uses."""
     digest = _Digest()
     digest.add_registered(function)
     return digest.digest()
@@ -81,9 +81,9 @@ class _Digest(CodeDigest):
 
     @functools.cached_property
     def _known(self) -> dict[str, dict[str, list[str]]]:
-        """Maps each namespace to a dict from base names to the full names of operators with rules.
+        """The operators with rules: for each namespace, a dict from base names to full names.
 
-        A base name does not contain the overload, so it may stand for several operators.
+        A base name omits the overload, so several operators may share one.
         """
         known: dict[str, dict[str, list[str]]] = {}
         for name in map(OpName.parse, known_names()):
@@ -94,7 +94,7 @@ class _Digest(CodeDigest):
         return hashlib.sha256(_own_code() + self.digest()).hexdigest()
 
     def add_operator(self, operator: str | OpOverload | OpOverloadPacket | CustomOpDef) -> None:
-        """Add an operator's rules, and the rules of the operator from which it was derived."""
+        """Add an operator's rules, and the rules of the operator that it was derived from."""
         if isinstance(operator, OpOverloadPacket):
             for overload in operator.overloads():
                 self.add_operator(getattr(operator, overload))
@@ -106,7 +106,7 @@ class _Digest(CodeDigest):
             return
         self._added.add(qualname)
         # Rules that were registered without `lib=` outlive an operator of another package, and
-        # another thread may deregister an operator at any time. So look up the overload only once.
+        # another thread may deregister an operator at any time, so look up the overload only once.
         overload = torch_ops.live_overload(*name)
         if overload is None:
             return
@@ -145,8 +145,8 @@ class _Digest(CodeDigest):
 def _own_code() -> bytes:
     """Return a digest of torchop's source code.
 
-    torchop's version is not enough for a cache key, because the code may change without a new
-    version, for example in a Git checkout.
+    The version number of torchop is not enough for a cache key, because the code may change without
+    a new version, for example in a Git checkout.
     """
     files = sorted(Path(torchop.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()

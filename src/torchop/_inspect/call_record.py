@@ -16,7 +16,7 @@ from torchop._schema.naming import OpName
 from torchop._schema.structure.shapes import as_mapping
 
 _LONGEST = 200  # the maximum length of a call in messages
-_TENSORS = (torch.Tensor, torch.nn.Parameter)  # tensors of subclasses become TypeRecords
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # tensors of other subclasses become TypeRecords
 
 
 class TensorRecord(NamedTuple):
@@ -26,7 +26,7 @@ class TensorRecord(NamedTuple):
         dtype: the dtype of the tensor.
         shape: the shape of the tensor.
         device: the device of the tensor, such as `"cuda:0"`.
-        requires_grad: whether the call recorded a gradient for the tensor.
+        requires_grad: whether the tensor requires grad and autograd recorded the call.
         stride: the strides of the tensor, in elements. None if the tensor is contiguous.
 
     Example:
@@ -48,7 +48,7 @@ class TensorRecord(NamedTuple):
 
     @property
     def _elements(self) -> int:
-        """The number of elements in the memory that the tensor spans, including the gaps."""
+        """The number of elements in the memory that the tensor spans, including any gaps."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -68,7 +68,7 @@ class TensorRecord(NamedTuple):
 
 
 class TypeRecord(NamedTuple):
-    """Stands for an argument of which only the type is recorded, so no example can be created.
+    """Stands for an argument with only its type recorded, so no example can be created.
 
     Attributes:
         name: the name of the type, such as `"torch._C.Generator"`, or the kind of the tensor, such
@@ -87,9 +87,9 @@ class CallRecord(NamedTuple):
     """A recorded call.
 
     Attributes:
-        args: the positional arguments. A tensor is recorded as a `TensorRecord`. None, numbers,
-            strings, dtypes, devices, layouts and memory formats are recorded unchanged. Any other
-            value is recorded as a `TypeRecord`. A list is recorded item by item.
+        args: the positional arguments. A tensor is recorded as a `TensorRecord`, and a list item by
+            item. None, numbers, strings, dtypes, devices, layouts and memory formats are recorded
+            as they are, and any other value as a `TypeRecord`.
         kwargs: the keyword arguments, recorded in the same way.
 
     Example:
@@ -109,7 +109,7 @@ class CallRecord(NamedTuple):
         return mapped(self, lambda p: p.example() if isinstance(p, TensorRecord) else p)
 
     def parts(self) -> Iterator[Any]:
-        """Yield each argument of the call. For a list, yield each item instead."""
+        """Yield each argument of the call, or each item if the argument is a list."""
         parts: list[Any] = []
         mapped(self, parts.append)
         return iter(parts)
@@ -118,7 +118,7 @@ class CallRecord(NamedTuple):
 def mapped(
     call: tuple[tuple[Any, ...], Mapping[str, Any]], change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `change` to each argument of a call. For a list, apply it to each item instead."""
+    """Apply `change` to each argument of a call, or to each item if the argument is a list."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and not isinstance(value, (TensorRecord, TypeRecord)):
@@ -132,13 +132,14 @@ def mapped(
 def described(op: str, call: CallRecord) -> str:
     """Format a call's arguments in one line, e.g. `(float32[2, 3] on cpu, 4.0, dim=None)`.
 
-    Structures, such as dataclasses, are shown instead of the arguments of the flattened schema.
+    If the operator takes structures, such as dataclasses, show these objects instead of the
+    flattened arguments of the schema.
     """
     positional, keywords = _objects(op, call)
     args = [_described(value) for value in positional]
     args += [f"{name}={_described(value)}" for name, value in keywords.items()]
     text = f"({', '.join(args)})"
-    # Replace control characters in names, because a terminal would interpret them.
+    # Replace control characters in names, which a terminal would interpret.
     text = "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
     return text if len(text) < _LONGEST else f"{text}..."
 
@@ -152,7 +153,7 @@ def _objects(op: str, call: CallRecord) -> tuple[tuple[Any, ...], Mapping[str, A
         objects: tuple[tuple[Any, ...], Mapping[str, Any]]
         objects = structure.objects(*call.args, **call.kwargs)
         return objects
-    except Exception:  # from another version of the operator, or the class rejects the records
+    except Exception:  # recorded with another version of the operator, or the class rejects records
         return call
 
 
@@ -175,9 +176,9 @@ def _described(value: Any) -> str:
 
 
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """Return a `CallRecord` for a call that the mode from `observing_mode` has reported.
+    """Return a `CallRecord` for a call that the mode of `observing_mode` has reported.
 
-    Return None if the call belongs to a compiler trace, because its arguments are not real.
+    Return None if a compiler is tracing the call, because its arguments are not real then.
     """
     parts: list[Any] = []
     mapped((args, kwargs), parts.append)
@@ -207,15 +208,16 @@ def record_of(
 
 def _is_traced(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # A plain meta tensor does not count as traced, because programs also use meta tensors
+        # A plain meta tensor does not count as traced, because programs also use such tensors
         # outside of traces.
         return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
-    # A symbolic value belongs to a trace. Do not read its value, because this would add a guard.
+    # A symbolic value always belongs to a trace. Only check its type: reading its value would add a
+    # guard.
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
-    """Return the kind of the tensor if `TensorRecord` does not support it, and "" otherwise."""
+    """Return the kind of a tensor that `TensorRecord` does not support, and "" otherwise."""
     if type(tensor) not in _TENSORS:
         return _name_of(type(tensor))
     if tensor.is_quantized:

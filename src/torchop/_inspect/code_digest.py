@@ -1,10 +1,10 @@
 """A digest of functions, and of the code and constants that they use.
 
-torchop adds the digest of a fake kernel or backward formula to the cache keys of compiled graphs.
-The results of such a function become part of the graph and depend on all functions that it calls.
-This module finds the called functions by the names in the code, without data-flow analysis, so a
-digest may include code that is never called, but does not miss a function that is called through a
-local variable.
+torchop adds a digest (a hash) of each fake kernel and backward formula to the cache keys of
+compiled graphs. The results of such a function become part of the graph and depend on every
+function that it calls. This module finds the called functions by the names in the code, without
+data-flow analysis. So a digest may include code that is never called, but it does not miss a
+function that is called through a local variable.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ _HOLDERS = (
     *(list, tuple, *_SETS, *_MAPPINGS, types.SimpleNamespace, property, staticmethod, classmethod),
     *(types.MethodType, functools.partial),
 )
-# The attributes in which wrappers of functools, Triton and Numba store the function they wrap.
+# Wrappers of functools, Triton and Numba store the function that they wrap in these attributes.
 _WRAPPED = ("__wrapped__", "fn", "func", "py_func", "dispatcher", "args", "keywords")
-# Do not read the code of these packages, because the cache keys already contain their versions.
+# The code of these packages need not be read, because the cache keys already contain their
+# versions.
 _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
 class CodeDigest:
-    """A hash of values that is equal in two processes if their code and constants are equal.
+    """A hash of values that is the same in two processes if code and constants are the same.
 
-    When a function, class or other object is added, only a number for it is hashed at first, and
-    its description is hashed later with the same number. This way, objects may refer to each other
-    in cycles, and a long chain of calls does not lead to deep recursion.
+    When an object such as a function or class is added, only a number for it is hashed at first.
+    Its description is hashed later, together with the same number. This allows objects to refer to
+    each other in cycles, and avoids deep recursion for a long chain of calls.
 
-    `sources` contains the code objects of all users' functions that were read.
+    `sources` holds the code objects of all user functions that were read.
     """
 
     def __init__(self, seed: str) -> None:
         self.sources: list[types.CodeType] = []
         self._hash = hashlib.sha256(seed.encode())
-        # Maps the ids of all added objects to references. Each reference keeps its object alive,
-        # so that no other object gets the same id.
+        # Maps the ids of all added objects to references. These keep the objects alive, so that no
+        # other object gets the same id.
         self._references: dict[int, _Reference] = {}
         # The package of the object whose description is being added.
         self._package: str | None = None
@@ -78,7 +79,7 @@ class CodeDigest:
         return self._hash.digest()
 
     def add(self, value: Any) -> None:
-        """Add a value to the hash, and the code and constants that the value uses."""
+        """Add a value to the hash, along with the code and constants that it uses."""
         if isinstance(value, types.CodeType):
             self.add((value.co_code, value.co_names, value.co_consts))
         elif isinstance(value, enum.Enum):
@@ -103,12 +104,12 @@ class CodeDigest:
         self._package = package
 
     def add_operator(self, operator: Any) -> None:
-        """Add an operator to which the code refers. Subclasses override this to add the rules."""
+        """Add an operator that the code refers to. Subclasses override this to add its rules."""
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
         """Add the operators that a piece of code may call. Subclasses override this.
 
-        `namespaces` contains the names in the code that may be namespaces of operators, and `names`
+        `namespaces` holds the names in the code that may be namespaces of operators, and `names`
         the names that may be operators.
         """
 
@@ -126,10 +127,10 @@ class CodeDigest:
         self._write(f"{reference.number} {_spell(value)}")
 
     def _is_followed(self, package: str) -> bool:
-        """Return whether to include the code of `package`, which other code uses, in the digest.
+        """Return whether to include the code of `package`, which is used by other code.
 
-        This is the case if the code that uses `package` belongs to the same package, or if
-        `package` is not installed in site-packages.
+        It is included if the code that uses it belongs to the same package, or if `package` is not
+        installed in site-packages.
         """
         if self._package in (None, package):
             return True
@@ -163,8 +164,8 @@ class CodeDigest:
     def _describe_function(self, function: types.FunctionType, is_read: bool) -> None:
         around = closure_of(function)
         if not is_read:
-            # The function may be a wrapper whose closure contains the user's function, so add the
-            # closure. Skip containers in it, because they may be caches, whose contents change.
+            # This may be a wrapper with the user's function in its closure, so add the closure.
+            # Skip containers in it, because they may be caches, whose contents change.
             around = {n: v for n, v in around.items() if not isinstance(v, (list, *_SETS))}
             if package_of(function) in ("torch", "torchop"):
                 around = {n: v for n, v in around.items() if not isinstance(v, _MAPPINGS)}
@@ -187,11 +188,11 @@ class CodeDigest:
         parent: str,
         *more: Iterable[str],
     ) -> None:
-        """Add the values of the global variables and module attributes that a piece of code uses.
+        """Add the values of all global variables and module attributes that some code uses.
 
-        The names in the code and in `more` are looked up in the dictionaries `scopes`, for example
-        the module's globals. `parent` is the package that contains the module, to resolve relative
-        imports.
+        The names in the code and in `more` are looked up in the dictionaries `scopes`, such as the
+        globals of the module. `parent` is the package that contains the module, for resolving
+        relative imports.
         """
         names = {name for name in _names(code).union(*more) if name[:2] != "__"}
         namespaces = set(names)
@@ -222,10 +223,10 @@ class CodeDigest:
         self.add_called(namespaces, names)
 
     def _add_stable(self, values: Mapping[str, object]) -> None:
-        """Add the values that are equal in every process, and skip the others.
+        """Add only those values that are the same in every process.
 
-        Objects of other packages are skipped, because they may differ between processes, and so are
-        variables that are None, because these are often caches that the code fills on first use.
+        Skip objects of other packages, because they may differ between processes. Skip variables
+        that are None as well, because they are often caches that the code fills on first use.
         """
         for name, value in sorted(values.items()):
             if isinstance(value, types.ModuleType) or value is None:
@@ -238,10 +239,10 @@ class CodeDigest:
 
 
 class _Reference(NamedTuple):
-    """An object whose number was hashed already, and whose description is hashed later.
+    """An object whose number is already in the hash, while its description is added later.
 
-    If the object's code is read, `package` is the object's package. Otherwise it is the package of
-    the code that uses the object.
+    If the object's code is read, `package` is the object's own package. Otherwise, it is the
+    package of the code that uses the object.
     """
 
     number: int
@@ -251,7 +252,7 @@ class _Reference(NamedTuple):
 
 
 class _Unimported:
-    """A module that may be imported later, whose code is read without importing it."""
+    """A module that may be imported later. Its code is read without importing it."""
 
     def __init__(self, name: str, code: types.CodeType) -> None:
         self.name = name
@@ -304,7 +305,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _attribute(value: Any, name: str) -> Any:
     """Return an attribute of an object, or None if reading it raises.
 
-    A custom `__getattr__` may raise any exception, for example a KeyError.
+    With a custom `__getattr__`, this may be any exception, for example a KeyError.
     """
     try:
         return getattr(value, name, None)
@@ -333,9 +334,9 @@ def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def _order(value: object) -> str:
-    """Return a sort key for an item of a set or dictionary that is the same in all processes.
+    """Return a sort key for an item of a set or dictionary that is stable across processes.
 
-    Hashes may differ between processes, so they cannot serve as sort keys.
+    Hashes cannot serve as sort keys, because they may differ between processes.
     """
     if isinstance(value, tuple):
         return ", ".join(map(_order, value))
@@ -345,7 +346,7 @@ def _order(value: object) -> str:
 def _names(code: types.CodeType) -> set[str]:
     """Return the names that a piece of code uses.
 
-    The result includes strings that may be names, as in `getattr(module, "name")`.
+    This includes strings that may be names, as in `getattr(module, "name")`.
     """
     texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -355,8 +356,8 @@ def _names(code: types.CodeType) -> set[str]:
 def _names_in_annotation(annotation: object) -> set[str]:
     """Return the names in an annotation.
 
-    A function may call methods of the classes in its annotations, so its digest must cover these
-    classes too.
+    A function may call methods of the classes that its annotations name, so its digest must include
+    these classes too.
     """
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))

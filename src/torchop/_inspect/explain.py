@@ -28,15 +28,15 @@ class Explanation(NamedTuple):
         native: whether the call is native, i.e. bypasses the dispatcher.
         reason: why the call is native or not.
         keys: the dispatch keys of the call in dispatch order. They depend on the arguments and on
-            the state of the thread.
-        kernels: for a native call, the steps that it runs. For other calls, the kernels at the
-            dispatch keys in dispatch order, where each kernel decides whether to call the next one.
-        provider: the name of the provider whose kernel computes the result. A provider is an
-            alternative source of kernels for the operator. `"reference"` stands for the kernels
-            that were registered without a provider. None if the operator has no providers.
-        providers: a line for each provider in priority order. It shows the device types, whether
-            the kernel runs or why not, and the file and line of the registration. Providers that
-            are not in the priority order come last, without a number.
+            the thread's state.
+        kernels: the steps of a native call. For other calls, the kernels at the dispatch keys in
+            dispatch order, where each kernel decides whether to call the next one.
+        provider: the name of the provider (an alternative source of kernels for the operator) whose
+            kernel computes the result. `"reference"` stands for the kernels that were registered
+            without a provider. None if the operator has no providers.
+        providers: a line for each provider in priority order, with the device types, whether the
+            kernel runs or why not, and the file and line of the registration. Providers that are
+            not in the priority order come last, without a number.
 
     Example:
         >>> import torch, torchop
@@ -81,7 +81,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet. For a packet, this explains the overload that PyTorch selects for the arguments.
+            packet. A packet stands for the overload that PyTorch selects for the arguments.
         args: the arguments of the call.
         kwargs: the keyword arguments of the call.
 
@@ -126,7 +126,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
-    """Return the provider that runs the call, a line about each provider, and the kernel to run."""
+    """Return the provider that runs the call, a line about each provider, and its kernel."""
     definition = call.definition
     if definition is None:
         return None, (), None
@@ -139,18 +139,17 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """Return why a call does or does not bypass the dispatcher, and the steps that it runs.
+    """Return why a call is native (without the dispatcher) or not, and the steps that it runs.
 
-    The second value contains one line per step of the call, or is None if the call goes through the
-    dispatcher. `chosen` is the kernel of the provider that was selected for this call, or None if
-    the operator has no providers.
+    The steps are one line each, or None if the call goes through the dispatcher. `chosen` is the
+    kernel of the provider that was selected for this call, or None if the operator has no
+    providers.
     """
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Make the same preparations as an actual call: load the C++ extension, and if PyTorch has a
-        # fallback for the backend, remove torchop's kernel that raises an error for unsupported
-        # devices.
+        # Prepare as an actual call would: load the C++ extension, and if PyTorch has a fallback for
+        # the backend, remove torchop's kernel that raises an error for unsupported devices.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

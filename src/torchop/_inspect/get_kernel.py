@@ -51,10 +51,10 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
 
 class Kernel:
-    """A kernel that `get_kernel` returned. Calling it raises once the operator is deregistered.
+    """The result of `get_kernel`. Calling it raises an error once the operator is deregistered.
 
-    PyTorch's own kernel object also raises if the kernel was replaced, but crashes the process if
-    the operator was deregistered, so this wrapper checks that the operator still exists.
+    PyTorch's own kernel object raises an error if the kernel was replaced, but it crashes the
+    process if the operator was deregistered. So this wrapper checks that the operator still exists.
     """
 
     def __init__(self, name: OpName, kernel: Any) -> None:

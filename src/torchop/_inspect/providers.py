@@ -1,8 +1,8 @@
 """`providers`: list the alternative kernels of operators, and report whether they can run.
 
 An operator may have kernels from several providers, for example a Triton and a CUDA implementation.
-Its reference kernels are the kernels that were registered without a provider. For each call,
-torchop runs the first provider in the priority order that supports the call.
+Kernels that were registered without a provider are its reference kernels. Each call runs the first
+provider in the priority order that supports the call.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Provided(NamedTuple):
 
     Attributes:
         op: the name of the operator.
-        provider: the name of the provider, or `"reference"` if the kernel was registered without a
-            provider.
+        provider: the name of the provider, or `"reference"` for a kernel without a provider.
         device_types: the device types that the kernel supports. None stands for all device types
-            without a separate kernel.
+            that have no separate kernel.
         supported: whether the kernel can run in this process.
         reason: why the kernel cannot run in this process. Empty if it can.
-        rank: the provider's position in the priority order that applies to the first of
-            `device_types`, counted from 1. None if the order does not contain the provider.
+        rank: the provider's position, counted from 1, in the priority order that applies to the
+            first of `device_types`. None if the order does not contain the provider.
         batch_invariant: whether the kernel was registered as batch-invariant.
-        deterministic: whether the kernel was registered as deterministic. True for the reference.
+        deterministic: whether the kernel was registered as deterministic. Always True for the
+            reference.
         where: the file and line of the kernel's function.
 
     Example:
@@ -60,7 +60,7 @@ class Provided(NamedTuple):
 def providers(*ops: str) -> list[Provided]:
     """List the kernels of operators that have several providers.
 
-    This calls the functions that were registered as `supported`, to find out which kernels can run.
+    To find out which kernels can run, this calls the functions that were registered as `supported`.
 
     Args:
         ops: names of operators, or patterns such as `"mylib::*"`; by default, all operators.
@@ -94,7 +94,7 @@ def providers(*ops: str) -> list[Provided]:
 def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str]) -> tuple[str, ...]:
     """Return a line about each provider of an operator, in the priority order for a call.
 
-    `reasons` is a result of `Choice.explain`.
+    `reasons` maps providers to the texts that `Choice.explain` returned for the call.
     """
     found, settings = list(_registered(definition.rule(KernelRule))), priority.current()
     order = priority.active_order(choice.op, choice.device, choice.table.orders, settings).names
@@ -109,8 +109,8 @@ def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str])
             why = _OTHER_DEVICES
         lines.append((each.name, f"{each.name} ({devices}): {why} ({each.where})"))
     # The priority order may also contain removed providers, and "tuned", which stands for the
-    # kernel that was measured as the fastest. If the call skips one of these, add a line with the
-    # reason.
+    # kernel that was measured as the fastest. If the call skips one of these, add a line that says
+    # why.
     names = {name for name, _ in lines}
     lines += [(name, f"{name}: {why}") for name, why in reasons.items() if name not in names]
     lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))
@@ -120,7 +120,7 @@ def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str])
 
 
 class _Registered(NamedTuple):
-    """One registration: either the reference kernel for some devices, or a provider.
+    """One registration: the reference kernel for some devices, or a provider.
 
     A provider, such as "triton", is a named source of kernels. The reference kernel was registered
     without a provider.

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call, and details from the C++ extension that explain why the call is not native.
+    """A call, with details from the C++ extension about why the call is not native.
 
     `definition` is None if torchop did not define the operator. If the reason is about an argument,
-    `refused` is the argument's index in the schema. `passed` contains two flags: whether the call
+    `refused` is the argument's index in the schema. `passed` holds two flags: whether the call
     would run the operator's autograd kernel, and whether it would run the kernel that bumps version
     counters.
     """
@@ -81,9 +81,9 @@ def _why_no_kernel(call: Call) -> str:
 
 
 def _why_not_its_kernel(call: Call) -> str:
-    """Describe which kernel the dispatcher would select, and why native calls do not support it.
+    """Describe the kernel that the dispatcher would select, and why a native call cannot run it.
 
-    A native call runs the operator's kernel from C++, without the dispatcher.
+    A native call runs the operator's kernel directly from C++, without the dispatcher.
     """
     if (problem := _problem(call)) is not None:
         return problem
@@ -100,7 +100,7 @@ def _why_not_its_kernel(call: Call) -> str:
 
 
 def _passes(call: Call, key: str) -> bool:
-    """Return whether a native call may skip the kernel at `key`, because it does the same work."""
+    """Return whether a native call may skip the kernel at `key` because it does the same work."""
     through_autograd, counts_versions = call.passed
     if key.startswith("Autograd"):
         registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))
@@ -212,7 +212,8 @@ def _why_dispatcher_records(call: Call) -> str:
     return (calls and calls.gradient_problem) or "its formula is not known"
 
 
-# Maps each reason whose text depends on the call to the function that returns the details.
+# If the text of a reason depends on the call, maps the reason to a function that returns the
+# details.
 _DETAILS = {
     Reason.OPERATOR: _why_never,
     Reason.BINDING: _why_unbound,

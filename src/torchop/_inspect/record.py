@@ -21,18 +21,17 @@ from torchop.extend import OpName, short_repr, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The maximum number of distinct calls that are stored for each operator. Without a limit, an
-# argument that changes in every call, such as an optimizer's step count, would use more and more
-# memory.
+# The maximum number of distinct calls to store per operator. Without a limit, an argument that
+# changes in every call, such as an optimizer's step count, would use more and more memory.
 MAX_KINDS = 100
 
 
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
-    """A mapping from operators to their distinct calls, each with the number of times it was made.
+    """Maps operators to their distinct calls, each with the number of times it was made.
 
-    `torchop.record` creates it, and a `with` statement starts and ends the recording. A `Recorded`
-    may be entered several times, even nested, and by several threads at the same time. For each
-    operator, it stores up to 100 distinct calls, and only counts further ones (see `calls`).
+    `torchop.record` creates it, and a `with` statement starts and ends the recording. You may enter
+    a `Recorded` several times, even nested, and in several threads at the same time. It stores up
+    to 100 distinct calls per operator, and only counts further ones (see `calls`).
 
     Example:
         >>> import torch, torchop
@@ -46,9 +45,9 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._what = what
         self._began = not what
         self._matches: dict[str, bool] = {}
-        # Maps each operator to the number of times that each distinct call was made. The keys of
-        # the counters are the reprs of the calls, because calls that only differ in 1, 1.0 and True
-        # would be equal keys. The key "" counts the calls beyond `MAX_KINDS`.
+        # For each operator, counts how often each distinct call was made. The keys of the counters
+        # are the reprs of the calls, because calls that differ only in 1, 1.0 and True would be
+        # equal keys. The key "" counts the calls beyond `MAX_KINDS`.
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}  # maps the repr of a call to the call
         self._lock = threading.RLock()  # one thread may read while others record
@@ -68,7 +67,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return f"<Recorded: calls={calls}, operators={len(self)}{hint}>"
 
     def calls(self, op: str) -> int:
-        """Return how often an operator was called, including calls that were not stored.
+        """Return how often an operator was called, including calls that are not stored.
 
         Args:
             op: the operator's name.
@@ -84,7 +83,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         The file contains numbers, strings and other plain arguments, but no tensor data.
 
         Args:
-            path: the path of the file. An existing file is only replaced once the new one is
+            path: the path of the file. If the file exists, it is replaced only once the new one is
                 complete.
 
         Raises:
@@ -122,7 +121,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             path: the file, which may be from another machine.
 
         Returns:
-            A recording that contains the calls of the file. It cannot be entered to add calls.
+            A recording with the calls from the file. You cannot enter it to add calls.
 
         Raises:
             ValueError: `save` did not write the file. The message says where the error is.
@@ -160,7 +159,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         """Return an operator's distinct calls and their counts.
 
         If there were more than `MAX_KINDS` distinct calls, the last item pairs None with the number
-        of calls that were not stored.
+        of calls that are not stored.
         """
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
@@ -214,16 +213,17 @@ def _no_match_reason(what: str | ModuleType) -> str | None:
 def record(*what: str | ModuleType) -> Recorded:
     """Record the operators that a block calls, with dtypes and shapes but without tensor data.
 
-    Recording does not change the results of calls, but it makes all calls in this thread slower,
+    Recording does not change the results of calls, but all calls in this thread become slower,
     because they go through the dispatcher and a TorchDispatchMode.
 
     Args:
         what: patterns of operator names such as `"mylib::*"`, as in `accelerate`, or packages. A
-            package stands for all operators that it defines in Python or has Python kernels for.
+            package stands for all operators that it defines in Python or registers Python kernels
+            for.
 
     Returns:
-        A `Recorded`, to use in a `with` statement. After the block, it maps the name of each
-        operator to its distinct calls and how often they were made, the most frequent first.
+        A `Recorded`, for use in a `with` statement. After the block, it maps the name of each
+        operator to its distinct calls and how often they were made, most frequent first.
 
     Raises:
         ValueError: there is no pattern, or no operator's name can match a pattern.
@@ -260,7 +260,7 @@ def record(*what: str | ModuleType) -> Recorded:
 class _Recordings(threading.local):
     """The active recordings of this thread, which share one TorchDispatchMode.
 
-    If each recording had its own mode, only the innermost mode would see the calls inside kernels.
+    With a separate mode for each recording, only the innermost mode would see calls inside kernels.
     """
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ class _Recordings(threading.local):
         self._active.append(recorded)
 
     def exit(self, recorded: Recorded, *error: Any) -> None:
-        # Do not use `list.index`, because two recordings are equal if they contain the same calls.
+        # `list.index` would not do here, because recordings that contain the same calls are equal.
         if not (indices := [i for i, each in enumerate(self._active) if each is recorded]):
             raise RuntimeError(
                 "record(...) was exited in another thread than the one that entered it; exit it "
@@ -287,9 +287,8 @@ class _Recordings(threading.local):
 
 
 def _record(active: list[Recorded], *call: Any) -> None:
-    # The autograd engine may run a backward pass in another thread, where it activates the modes of
-    # this thread, so take the recordings as an argument instead of looking them up in the current
-    # thread.
+    # The autograd engine may run a backward pass in another thread, with the modes of this thread.
+    # So take the recordings as an argument instead of looking them up in the current thread.
     for recorded in {id(recorded): recorded for recorded in active}.values():
         recorded._record(*call)
 

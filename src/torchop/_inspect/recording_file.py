@@ -1,9 +1,8 @@
 """The file format of recordings: JSON with one call per line.
 
-A tensor is written as a JSON object that contains the tensor's metadata. A value that JSON cannot
-express, such as a dtype, is written as an object whose only key is the type of the value. The
-parser rejects unknown input, and only looks up dtypes, layouts and memory formats by name, so a
-file cannot make it run code.
+A tensor is written as a JSON object with its metadata. A value that JSON cannot express, such as a
+dtype, is written as an object whose only key is the value's type. The parser rejects unknown input,
+and merely looks up dtypes, layouts and memory formats by name, so a file cannot make it run code.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torchop import OperatorNameError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
-# A distinct call, and how often it was made. If the call is None, this is the number of calls
+# A distinct call, and how often it was made. If the call is None, the number counts all calls
 # beyond the limit of stored calls.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
@@ -75,16 +74,15 @@ def _named(kind: type, example: str) -> tuple[Callable[[str], Any], str]:
 
 
 def _printable(text: str) -> TypeRecord:
-    # Reject control characters, because the text will be printed, and a terminal would interpret
-    # them.
+    # The text will be printed, so reject control characters, which a terminal would interpret.
     if not text.isprintable():
         raise ValueError(text)
     return TypeRecord(text)
 
 
 # A value of one of these types is written as a JSON object that maps the type to a string. For each
-# type, this table contains the parser for the string, and a description of valid strings. A string
-# is only valid if it round-trips, i.e. encoding the parsed value gives the same string.
+# type, this table holds a parser for the string, and a description of valid strings. A string is
+# valid only if it round-trips, i.e. if encoding the parsed value gives the same string.
 _TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "complex": (complex, "a complex number such as '(1+2j)'"),
     "device": (torch.device, "a device that this PyTorch knows, such as 'cuda:0'"),
@@ -202,8 +200,8 @@ def _text(kind: str, text: Any, place: str) -> Any:
     read, expected = _TEXTS[kind]
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         value = read(text)
-        # Reject text that does not round-trip. For example, PyTorch parses a large device index as
-        # a negative number.
+        # Reject text that does not round-trip. For instance, PyTorch would parse a large device
+        # index as a negative number.
         if _encoded(value) == {kind: text}:
             return value
     raise _wrong(place, expected, text)

@@ -1,9 +1,9 @@
 """Find the modules that registered an operator, or kernels or rules for it.
 
-PyTorch does not record which module made a registration, so this module looks at the operator's
-functions instead. An operator belongs to each module that contains the `custom_op` function, the
-fake kernel, or a Python kernel, and to the module that created the library which defines the
-operator. Operators that are registered from C++ belong to no module.
+PyTorch does not record which module made a registration, so this looks at the operator's functions
+instead. An operator belongs to each module that contains its `custom_op` function, its fake kernel
+or one of its Python kernels, and to the module that created the library in which it is defined.
+Operators that are registered from C++ belong to no module.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchop._native import switch
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
-# Maps each rule to the prefix of the dispatch keys at which the rule is registered.
+# Maps each rule to the prefix of the dispatch keys that it is registered for.
 _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
 def registers(module: str, op: OpName) -> bool:
-    """Return whether a module or, for a package, any submodule registers an operator."""
+    """Return whether a module, or any submodule of a package, registers an operator."""
     return any(name == module or name.startswith(f"{module}.") for name in _modules_of(op))
 
 
@@ -55,15 +55,15 @@ def no_operator_reason(module: str) -> str | None:
 def modules_of(op: OpName) -> list[str]:
     """Return the modules that register an operator or kernels for it.
 
-    The result omits `__main__`, because another process cannot import it.
+    `__main__` is left out, because another process cannot import it.
     """
     names = _modules_of(op) & sys.modules.keys()
     return sorted(name for name in names if "__main__" not in name)
 
 
 def _modules_of(op: OpName) -> set[str]:
-    # Collect the Python files that define the operator or register its fake kernel, and skip C++
-    # files, because they belong to no Python module.
+    # Collect the Python files that define the operator or register its fake kernel. Skip C++ files,
+    # which belong to no Python module.
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
@@ -72,8 +72,8 @@ def _modules_of(op: OpName) -> set[str]:
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     for file in files:
-        # The same file may be loaded as several modules that register different operators. If
-        # `names` already contains some of these modules, they register this operator, so do not add
+        # One file may be loaded as several modules that register different operators. If some of
+        # them are in `names` already, they are the ones that register this operator, so leave out
         # the others.
         modules = set(by_file.get(file, ()))
         names |= modules & names or modules
@@ -84,10 +84,9 @@ def _modules_of(op: OpName) -> set[str]:
 def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[str]]:
     """Map each file name to the modules that were loaded from the file.
 
-    The result is cached, because callers need it for every operator, and it takes a millisecond to
-    compute. The arguments only serve as the cache key: they are the number of modules in
-    `sys.modules`, and the name and id of the newest one, so importing a module invalidates the
-    cache.
+    The result is cached, because callers need it for every operator and it takes a millisecond to
+    compute. The arguments only form the cache key: they are the number of modules in `sys.modules`,
+    and the name and id of the newest one, so importing a module invalidates the cache.
     """
     by_file: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
@@ -118,9 +117,9 @@ def _module_of(function: Any) -> str:
 
 
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
-    """Return the devices for which the dispatcher has kernels, and the names of registered rules.
+    """Return the devices that the dispatcher has kernels for, and the names of registered rules.
 
-    Unlike torchop's registry, the dispatcher also contains the kernels of other libraries.
+    Unlike torchop's registry, the dispatcher also has the kernels of other libraries.
     """
     table = dispatch.kernel_table(str(operator))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}
@@ -143,7 +142,7 @@ def is_defined_in_python(operator: Operator) -> bool:
 
 
 def python_kernel(operator: Operator, device_type: str) -> str | None:
-    """Return where the kernel for a device type was registered, or None if it is a C++ kernel."""
+    """Return where a device type's kernel was registered, or None if it is a C++ kernel."""
     operator.overload  # noqa: B018  # raises if the operator does not exist
     table = dispatch.kernel_table(str(operator))
     text = table.get(dispatch.dispatch_key_name(device_type), "no kernel")

@@ -39,8 +39,7 @@ class Convention:
         return function
 
     def of_tensors(self, values: Mapping[str, Any], /) -> dict[str, Any]:
-        """Convert a dict from parameters to values into a dict from the schema's tensor
-        arguments."""
+        """Convert a dict by parameter to a dict by tensor argument of the schema."""
         return dict(values)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:

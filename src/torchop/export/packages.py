@@ -41,10 +41,10 @@ static bool is_missing(const char* name, const char* overload) {{
   return !c10::Dispatcher::singleton().findSchema({{name, overload}}).has_value();
 }}
 {blocks}"""
-# The C++ source of the loader, a shared library that the package contains. The loader first loads
-# the libraries with the kernels, which are in the loader's own folder, and then defines the
-# operators. If all operators are already defined in the process, the loader does nothing, because
-# it assumes that their kernels are registered too.
+# The C++ source of the loader, a shared library inside the package. The loader first loads the
+# libraries with the kernels, which are in its own folder, and then defines the operators. If the
+# process already defines all operators, the loader does nothing, because it assumes that their
+# kernels are registered too.
 _LOADER = """
 #include <dlfcn.h>
 
@@ -73,20 +73,20 @@ def aoti_package(
 ) -> str:
     """Compile a program with AOTInductor, and store which modules define the operators.
 
-    The names of the modules are in the package's metadata, under the key `torchop_operators`, so a
-    C++ server can read them before it loads the package.
+    The package stores the names of the modules in its metadata, under the key `torchop_operators`,
+    so that a C++ server can read them before it loads the package.
 
-    Compiled code relies on the metadata that fake kernels return, so `aoti_package` first runs the
-    program on the example inputs, and compares the result of each custom operator with the result
-    of its fake kernel.
+    Compiled code relies on the metadata that fake kernels return. To catch mistakes early,
+    `aoti_package` first runs the program on its example inputs, and compares the result of each
+    custom operator with the result of its fake kernel.
 
     Args:
         ep: the program.
-        package_path: the path of the package, which must end with `.pt2`; by default, a temporary
+        package_path: the path of the package, which must end with `.pt2`. By default, a temporary
             file.
         inductor_configs: options of Inductor, as in `torch._inductor.aoti_compile_and_package`.
         libraries: paths of shared libraries with C++ kernels (Linux only). The package then
-            contains the libraries and the definitions of the operators, and runs in processes
+            contains these libraries and the definitions of the operators, so it runs in processes
             without Python. The libraries are also loaded into this process, with
             `torch.ops.load_library`.
 
@@ -94,11 +94,12 @@ def aoti_package(
         The path of the package.
 
     Raises:
-        RuntimeError: Inductor cannot compile the program. The message names operators with results
-            that packages do not support.
-        FakeKernelError: on the example inputs, a kernel and the fake kernel of the same operator
-            returned tensors with different metadata, such as strides.
-        ArgumentError: `libraries` is a single path instead of a list. This error is a `TypeError`.
+        RuntimeError: Inductor cannot compile the program. If packages do not support an operator's
+            results, the message names the operator.
+        FakeKernelError: on the example inputs, a kernel and its fake kernel returned tensors with
+            different metadata, such as strides.
+        ArgumentError: `libraries` is a single path instead of a list. ArgumentError is a subclass
+            of `TypeError`.
         TypeError: the program passes an object of an opaque class as a constant.
         ValueError: the program passes inf or nan to a custom operator as a constant.
         OSError: a library cannot be loaded; see the cause.
@@ -107,8 +108,8 @@ def aoti_package(
         NotImplementedError: `libraries` is given on a system other than Linux.
 
     Warns:
-        UserWarning: the package calls operators with Python kernels, or the program does not run on
-            its example inputs, so results were not compared.
+        UserWarning: the package calls operators with Python kernels, or the results were not
+            compared because the program does not run on its example inputs.
 
     Example:
         >>> import torch, torchop, torchop.export
@@ -171,8 +172,8 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
         The compiled program, which takes the same arguments as the exported module.
 
     Raises:
-        OperatorNotFoundError: an operator of the program is not defined in this process. The
-            message names the module to import if `torchop.export.aoti_package` wrote the package.
+        OperatorNotFoundError: an operator of the program is not defined in this process. If
+            `torchop.export.aoti_package` wrote the package, the message names the module to import.
 
     Warns:
         ProviderWarning: when the program was compiled, an operator used the kernel of a provider
@@ -204,10 +205,10 @@ def _with_libraries(
     for library in libraries:
         torch.ops.load_library(library)
     with tempfile.TemporaryDirectory() as folder:
-        # Use a unique name for the loader library, because a process may load several packages, but
-        # loads only one library per name. First link the package with an empty library of this
-        # name, because only the compiled package lists the operators that it calls. Then build the
-        # real loader, which defines these operators, and add it to the package.
+        # Give the loader library a unique name, because a process may load several packages, but
+        # loads only one library per name. Only the compiled package lists the operators that it
+        # calls, so first link the package with an empty library of this name. Then build the real
+        # loader, which defines these operators, and add it to the package.
         loader = os.path.join(folder, f"{_LOADER_PREFIX}{uuid.uuid4().hex}")
         on_demand.build_library("", loader)
         path = _compiled(ep, path, configs, linked=loader)
@@ -240,7 +241,8 @@ def _add_libraries(libraries: list[str], loader: str, path: str) -> None:
         missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
         count=len(libraries),
     )
-    # Make PyTorch's error messages name the package as the file that registered the operators.
+    # In PyTorch's error messages, the package should appear as the file that registered the
+    # operators.
     place = f'#line 1 "{os.path.basename(path)}"\n'
     on_demand.build_library(place + _source(path, operators, text), loader)
     with zipfile.ZipFile(path, "a") as archive:

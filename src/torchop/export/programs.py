@@ -1,8 +1,8 @@
 """Save and load exported programs, with the names of the modules that define their operators.
 
-Exported programs and AOTInductor packages are zip files. torchop reads the entries that PyTorch
-writes to find out which operators a program calls, and stores the names of their modules in the
-same file.
+Exported programs and AOTInductor packages are zip files. To find out which operators a program
+calls, torchop reads the entries that PyTorch writes, and stores the names of the operators' modules
+in the same file.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
 # The name of the zip entry that lists the modules of an exported program's operators.
 _MANIFEST = "torchop_operators.json"
-# The metadata key under which a package lists the modules of its operators.
+# A package lists the modules of its operators under this metadata key.
 METADATA = "torchop_operators"
 _DEVICE = "AOTI_DEVICE_KEY"  # the metadata key under which a package stores its device type
-# PyTorch's current file format stores extra files in the folder `extra`, and the previous format in
-# `extra_files`.
+# PyTorch's current file format stores extra files in the folder `extra`, and the format before that
+# in `extra_files`.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
-# Matches an operator in the JSON of a program. A node either calls the operator, or passes it to a
-# higher-order operator, as in decomposed programs for operators that mutate arguments or have
-# effects.
+# Matches an operator in the JSON of a program. A node either calls the operator directly, or passes
+# it to a higher-order operator. Decomposed programs contain such nodes for operators that mutate
+# arguments or have effects.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 # The exceptions that reading a damaged file may raise.
 _UNREADABLE = (
@@ -66,8 +66,8 @@ def save(
         options: other options of `torch.export.save`.
 
     Raises:
-        TypeError: the program passes an object of an opaque class as a constant, which PyTorch
-            writes into the file but cannot read again.
+        TypeError: the program passes an object of an opaque class as a constant. PyTorch would
+            write it into the file, but could not read it again.
 
     Example:
         >>> import io, torch, torchop, torchop.export
@@ -102,8 +102,8 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
         options: other options of `torch.export.load`.
 
     Raises:
-        OperatorNotFoundError: an operator of the program is not defined in this process. The
-            message names the module to import if `torchop.export.save` wrote the file.
+        OperatorNotFoundError: an operator of the program is not defined in this process. If
+            `torchop.export.save` wrote the file, the message names the module to import.
         FileNotFoundError: the file does not exist.
         zipfile.BadZipFile: the file is not an archive.
 
@@ -128,7 +128,7 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 
 def check_constants(ep: ExportedProgram, caller: str) -> None:
-    """Raise if a program has constants that torch.export writes but cannot read again."""
+    """Raise if a program has constants that torch.export can write but not read again."""
     for node in operators.nodes_in(ep.graph_module):
         for value in classes.tree_leaves((node.args, node.kwargs)):
             name = opaque_types.custom_class_name(type(value))
@@ -142,10 +142,10 @@ def check_constants(ep: ExportedProgram, caller: str) -> None:
 
 
 def check_finite(ep: ExportedProgram) -> None:
-    """Raise if a program passes inf or nan to a custom operator, as a constant.
+    """Raise if a program passes inf or nan as a constant to a custom operator.
 
-    Workaround: AOTInductor writes these numbers as strings, and a package that contains them cannot
-    be loaded (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp).
+    Workaround: AOTInductor writes inf and nan as strings, and then cannot load the package
+    (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp).
     """
     for node in operators.nodes_in(ep.graph_module):
         if getattr(node.target, "namespace", "aten") in ("aten", "prims"):
@@ -164,10 +164,10 @@ def check_finite(ep: ExportedProgram) -> None:
 def modules_of(ep: ExportedProgram) -> str:
     """Return JSON that maps each operator of a program to the module that defines it.
 
-    If a provider, such as "triton", supplies the kernel of `ns::f`, the JSON also maps
+    If the kernel of `ns::f` comes from a provider, such as "triton", the JSON also maps
     `ns::f[triton]` to the module that registered the provider.
     """
-    # Look the operators up by name, because they may have been redefined after the export.
+    # Look the operators up by name, in case they have been redefined since the export.
     names = [op.name() for op in operators.in_graph(ep.graph_module)]
     used = [Operator(OpName.parse(name), "save") for name in names]
     modules = {str(op): op.site.module for op in used if op.site is not None}
@@ -178,9 +178,9 @@ def modules_of(ep: ExportedProgram) -> str:
     return json.dumps(modules, sort_keys=True)
 
 
-# A function that reads one entry of a zip file, given the entry's name and a function that returns
-# its contents. It returns the JSON that maps operators to modules, or None if the entry does not
-# contain this JSON, and the operators that the program calls according to this entry.
+# Reads one entry of a zip file, given the entry's name and a function that returns its contents.
+# Returns the JSON that maps operators to modules (None if this is another entry), and the operators
+# that the program calls according to the entry.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 
@@ -283,7 +283,7 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
 
 
 def _read_modules(contents: bytes | str, caller: str, entry: str) -> dict[str, str]:
-    """Parse JSON that maps operators to modules. If the JSON is damaged, warn and return {}."""
+    """Parse JSON that maps operators to modules, or warn and return {} if the JSON is damaged."""
     try:
         modules = json.loads(contents)
         if isinstance(modules, dict) and all(isinstance(m, str) for m in modules.values()):

@@ -1,6 +1,7 @@
 """Check that kernels and fake kernels agree, before AOTInductor compiles a program.
 
-Compiled code relies on the dtypes, shapes and strides that the fake kernels return.
+This matters because compiled code relies on the dtypes, shapes and strides that fake kernels
+return.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torchop._compat.fake_results import copied, fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
 
 # The result types that AOTInductor supports (`export_extern_kernel_node` in torch/_inductor/ir.py).
-# For other types, AOTInductor's error does not name the operator, so torchop's error does.
+# For other types, we raise our own error, because AOTInductor's error does not name the operator.
 _SUPPORTED = ("Tensor", "Optional[Tensor]", "List[Tensor]", "NoneType")
 
 
@@ -28,7 +29,7 @@ def check_results(ep: ExportedProgram) -> None:
         return
     module = ep.module()
     try:
-        # Pass copies of the buffers and inputs, because the program may mutate them.
+        # The program may mutate its buffers and inputs, so pass copies.
         buffers, (args, kwargs) = copied((dict(module.named_buffers()), ep.example_inputs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _Comparing():
             torch.func.functional_call(module, buffers, args, kwargs)
@@ -44,7 +45,7 @@ def check_results(ep: ExportedProgram) -> None:
 
 
 def unsupported_results(ep: ExportedProgram) -> Iterator[str]:
-    """Yield a message for each custom operator whose result types AOTInductor does not support."""
+    """Yield a message for each custom operator with result types AOTInductor does not support."""
     for op in filter(_is_custom, operators.in_graph(ep.graph_module)):
         kinds = [str(result.real_type) for result in op._schema.returns]
         if any(kind not in _SUPPORTED for kind in kinds):
@@ -65,7 +66,7 @@ class _Comparing(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not _is_custom(func):
             return func(*args, **kwargs)
-        # Run the fake kernel first, because the actual call may mutate the arguments.
+        # Run the fake kernel before the real call, which may mutate the arguments.
         expected = [*named_outputs(fake_results(func, args, kwargs))]
         result = func(*args, **kwargs)
         actual = [*named_outputs(result)]
@@ -82,14 +83,14 @@ class _Comparing(TorchDispatchMode):
 def _metadata(
     expected_result: torch.Tensor, tensor: torch.Tensor
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, expected, actual) for each kind of metadata. Skip data-dependent sizes."""
+    """Yield (name, expected, actual) for each kind of metadata, without data-dependent sizes."""
     yield "dtype", expected_result.dtype, tensor.dtype
     yield "device", expected_result.device, tensor.device
     yield "layout", expected_result.layout, tensor.layout
     yield "number of dimensions", expected_result.ndim, tensor.ndim
     yield "shape", *_known(expected_result.shape, tensor.shape)
     if tensor.layout is torch.strided and tensor.numel():
-        # Ignore dimensions of size 1, because their strides are arbitrary.
+        # The strides of dimensions with size 1 are arbitrary, so ignore these dimensions.
         long = [index for index, size in enumerate(tensor.shape) if size > 1]
         strides = ([each.stride(index) for index in long] for each in (expected_result, tensor))
         yield "strides", *_known(*strides)

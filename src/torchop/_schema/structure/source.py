@@ -96,8 +96,7 @@ class Source:
         return name
 
     def where(self, path: str) -> str:
-        """Return a string literal that error messages start with, such as `'lib::crop:
-        cfg.box'`."""
+        """Return a literal for the start of error messages, such as `'lib::crop: cfg.box'`."""
         return repr(f"{self.op}: {path}")
 
     def attribute(self, value: str, name: str) -> str:

@@ -324,8 +324,7 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The function that converts flat arguments to `(args, kwargs)` of the author's
-        functions."""
+        """The function that converts flat arguments to the author's `(args, kwargs)`."""
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
@@ -375,8 +374,7 @@ class Structure:
 
     @functools.cached_property
     def rebuilt_result(self) -> Callable[[Any], Any]:
-        """The function that rebuilds the author's result (e.g. a dataclass) from the flat
-        results."""
+        """The function that rebuilds the author's result, such as a dataclass."""
         source = Source(self.op, "result", ("result",))
         with source.block("def rebuilt(result):"):
             self._write_return(source, "result")
@@ -384,7 +382,7 @@ class Structure:
 
     @functools.cached_property
     def flat_result(self) -> Callable[[Any], Any]:
-        """The function that splits the author's result (e.g. a dataclass) into the flat results."""
+        """The function that splits the author's result into the flat results."""
         source = Source(self.op, "flat result", ("returned",))
         with source.block("def flat(returned):"):
             self._write_flat_return(source, "returned")
