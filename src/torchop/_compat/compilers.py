@@ -139,7 +139,7 @@ _TRACING_MODULE = "torch.jit._trace"
 def decomposes_for_backends() -> bool:
     """Return whether the current trace replaces each `triton_op` with the code of its kernel.
 
-    Traces for a compiler backend do, whereas `torch.export` keeps the operator by default.
+    Traces for compiler backends do so, whereas `torch.export` keeps the operator by default.
     """
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 

@@ -108,7 +108,7 @@ def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
 
     torchop decides in advance how to run native calls (calls that skip the dispatcher) to an
     operator. The decision is valid only as long as the attribute does not change, so each native
-    call checks the value in the dictionary.
+    call compares the value in the dictionary with the recorded one.
     """
     attributes = vars(overload)
     if _DISPATCHER not in attributes:

@@ -61,7 +61,8 @@ def _lower_in_order(lower: Any, token: Any, op: Any, *args: Any, **kwargs: Any) 
     for effect, call in previous.items():
         if graph.effectful_ops[effect] is not call:
             for operation in graph.operations[count:]:
-                # PyTorch's own dependency would also prevent Inductor from freeing the buffer.
+                # Remove PyTorch's own dependency, because it would also prevent Inductor from
+                # freeing the buffer.
                 graph.additional_star_deps.pop(operation.get_name(), None)
                 name = operation.get_operation_name()
                 graph.additional_buffer_deps[name].add(call.get_name())

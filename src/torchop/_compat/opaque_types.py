@@ -86,8 +86,8 @@ def register(cls: type, *, is_value: bool) -> None:
     name = _NOT_IN_SCHEMAS.sub("_", qualname)
     forget = getattr(torch._C, "_unregister_opaque_type", None)
     if forget is not None and torch._C._is_opaque_type_registered(f"{cls.__module__}.{name}"):
-        # An earlier class from the same definition may still be registered under this name, and
-        # 2.15 rejects a second class with the same name, so remove the earlier one.
+        # An earlier class from the same definition is still registered under this name. 2.15
+        # rejects a second class with the same name, so remove the earlier one.
         forget(f"{cls.__module__}.{name}")
     try:
         if name != qualname:

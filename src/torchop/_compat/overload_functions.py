@@ -40,8 +40,8 @@ class ObservedFunction:
         self._op = op
         self._observe = observe
         self._function: Any = op._op
-        # Preserve the hash, which is the hash of this function, because PyTorch uses overloads and
-        # packets as dictionary keys.
+        # Preserve the hash. PyTorch uses overloads and packets as dictionary keys, and their hash
+        # is the hash of this function.
         self._hash = hash(op)
         # `torch_ops._refresh` reads this attribute, which some functions lack in 2.15.
         self.__module__ = getattr(self._function, "__module__", __name__)

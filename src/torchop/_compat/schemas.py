@@ -44,8 +44,8 @@ def written_type(argument: Any) -> str:
 def enumeration(kind: str) -> Mapping[int, Any]:
     """Return the Python objects of a schema type whose values are stored as integers.
 
-    For ScalarType, for example, the result maps integers to dtypes. It is cached, because computing
-    it requires parsing a schema for each dtype.
+    For ScalarType, for example, the result maps integers to dtypes. The result is cached, because
+    computing it requires parsing a schema for each dtype.
     """
     if kind == "ScalarType":
         return dict(_dtype_codes())

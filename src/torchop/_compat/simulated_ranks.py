@@ -30,8 +30,8 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
     # (torch/distributed/distributed_c10d.py) replaces it, and `destroy_process_group` does not
     # restore it.
     excepthook = sys.excepthook
-    # Call this outside of LocalTensorMode. It imports modules, and the mode would affect the
-    # tensors that they create.
+    # Call this outside of LocalTensorMode, because it imports modules, and the mode would affect
+    # the tensors that these modules create.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with LocalTensorMode(count):

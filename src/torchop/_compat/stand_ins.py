@@ -1,8 +1,8 @@
 """Fake tensors that replace the real ones in calls to a provider's `supports` function.
 
 A provider is an alternative source of kernels for an operator. Its `supports` function receives the
-arguments of a call, and decides whether the provider can run the call. The decision is reused for
-calls with similar tensors, so it must not depend on their data.
+arguments of a call, and decides whether the provider can run the call. Since torchop reuses the
+decision for calls with similar tensors, it must not depend on the data of the tensors.
 """
 
 from __future__ import annotations

@@ -86,8 +86,9 @@ def _stock_check(
 ) -> Any:
     """Check the result of a user's function in the same way as PyTorch's kernel does.
 
-    PyTorch's kernel calls the user's function, and then checks the result. So run the code of the
-    kernel, but with a function that just returns `result` in place of the user's function.
+    PyTorch's kernel calls the user's function, and then checks the result. To run only the check,
+    this function runs the code of the kernel with a function that just returns `result` in place of
+    the user's function.
     """
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
     cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
@@ -138,8 +139,8 @@ _torch_library_impl: Any = getattr(torch.library, "_impl", None)
 def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
     """Map the names of a function's closure variables to their values, if `maker` created it.
 
-    `names` is the path of nested functions that leads from `maker` to the function. Returns None if
-    `function` does not have the code of the innermost one.
+    `names` is the path of nested functions from `maker` down to `function`. Returns None if
+    `function` does not have the code of the last function on this path.
     """
     code = _code_inside(maker, *names)
     if (

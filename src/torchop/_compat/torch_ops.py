@@ -250,8 +250,8 @@ _replaced: set[str] = set()
 def clear_packet(namespace: str, name: str) -> None:
     """Remove a packet from `torch.ops` if its last overload was deregistered.
 
-    The packet stays if its operator is being replaced. If the packet was invalidated but has an
-    overload again, make it call the overload.
+    The packet stays in `torch.ops` if its operator is being replaced. If the packet was
+    invalidated, but the operator has an overload again, make the packet call that overload.
     """
     qualname = f"{namespace}::{name}"
     packet = existing_packet(namespace, name)

@@ -86,8 +86,8 @@ def without_attributes(
 def with_traced_objects(value: Any, arguments: Sequence[Any]) -> Any:
     """Replace objects of opaque types in the result of a fake kernel with traced objects.
 
-    `arguments` contains the objects that the caller passed. They are kept if they are part of the
-    result, because a graph just passes them on.
+    `arguments` contains the objects that the caller passed. If the result contains some of them,
+    they are kept, because a graph just passes them on.
     """
     if type(value) in (tuple, list):
         return type(value)(with_traced_objects(item, arguments) for item in value)

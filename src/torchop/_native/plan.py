@@ -1,4 +1,4 @@
-"""Compile call plans for the C++ extension, and own the entries that run calls."""
+"""Compile the plans from which the C++ extension runs calls, and own the operators' entries."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 # `finish(args, kwargs, result)` checks and converts a result that C++ cannot accept as is.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
-# How native calls record gradients: a tuple, a string with the reason why only the dispatcher can
-# record them, or None. See `NativeCalls._plan`.
+# How native calls (calls without the dispatcher) record gradients: a tuple, a string with the
+# reason why only the dispatcher can record them, or None. See `NativeCalls._plan`.
 Gradient = tuple[Any, ...] | str | None
 
 
@@ -73,7 +73,7 @@ class NativeCalls:
         self._schema = schema
         self._version = 0  # the number of calls of `outdate`
         self.name = name
-        # Why C++ cannot run calls that record a gradient, or None if it can
+        # Why C++ cannot run calls that need a gradient, or None if it can
         self.gradient_problem: str | None = None
         self.entry: Entry = native.Entry(name, self)
 
@@ -96,8 +96,8 @@ class NativeCalls:
         raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
-        # From the next line on, the entry receives calls from other threads, so first set
-        # `dispatch`, the function for calls that are not native.
+        # The last line lets other threads' calls reach the entry, so first set `dispatch`, the
+        # function that calls fall back to.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
 
@@ -114,8 +114,9 @@ class NativeCalls:
     ) -> Plan:
         """Create a `Plan`. See `_call_path.pyi` for the arguments.
 
-        If `gradient` is a tuple, its first item is the autograd.Function that calls create nodes
-        for. If it is a string, it gives the reason why only the dispatcher can record gradients.
+        If `gradient` is a tuple, its first item is the autograd.Function for which calls create
+        autograd nodes. If it is a string, it gives the reason why only the dispatcher can record
+        gradients.
         """
         gradient = recipe.unknown_nodes() or gradient
         self.gradient_problem = gradient if isinstance(gradient, str) else None
@@ -147,7 +148,7 @@ def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
     # `explain` is in a higher layer, so it cannot be imported here.
     found = sys.modules["torchop"].explain(name, *args, **kwargs)
     # Unlike C++, `explain` does not check whether a device graph is being captured, so it may
-    # report that the call is native.
+    # report that the call is native (runs without the dispatcher).
     if not found.native:
         logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
@@ -179,7 +180,7 @@ class OwnCalls(NativeCalls):
                     other.calls.attach()
 
     def check_call(self, /, *args: Any, **kwargs: Any) -> None:
-        """Raise an error if a call passes a tensor for a number, once C++ has detected one."""
+        """Raise the error for a call in which C++ found a tensor in place of a number."""
         self._check(args, kwargs, [])
 
     def check_packet_call(self, /, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +195,7 @@ class OwnCalls(NativeCalls):
             raise error
 
     def _bypass_kernels(self) -> None:
-        """Make the dispatcher skip those of torchop's Python kernels that would only redispatch."""
+        """Make the dispatcher skip the Python kernels of torchop that would only redispatch."""
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:
@@ -249,8 +250,9 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    # The autograd.Function is created by the first call that records a gradient. This call goes
-    # through the dispatcher, which also finds out which tensors setup_context computes.
+    # The first call that needs a gradient goes through the dispatcher. It creates the
+    # autograd.Function and finds out which tensors setup_context computes, so later calls can be
+    # native (run without the dispatcher).
     function = definition.rule(AutogradRule).cached_function
     if function is None or not formula.computed:
         return "the first call that records one is never native, but later ones are"

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Reason(enum.IntEnum):
-    """Why a call is native or falls back to the dispatcher.
+    """The reasons why a call is native (skips the dispatcher) or falls back to the dispatcher.
 
     C++ reports reasons as numbers, so the order must be the same as in csrc/reasons.h.
     """

@@ -64,9 +64,9 @@ def start() -> None:
 def obtain() -> None:
     """Load the compiled extension, or start to count calls if there is none.
 
-    Calling this again is a no-op, and so is calling it under `torch.jit.trace`. That function runs
-    the traced code twice and compares the Python frames of operator calls, which would differ if
-    calls became native between the two runs.
+    Calling this again is a no-op, and so is calling it under `torch.jit.trace`. `torch.jit.trace`
+    runs the traced code twice and compares the Python frames of operator calls. These frames would
+    differ if calls became native (ran without the dispatcher) between the two runs.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -101,7 +101,7 @@ if hasattr(os, "register_at_fork"):  # missing on Windows
 def _obtain_for_dynamo() -> None:
     """Load the extension when Dynamo is imported.
 
-    Do not raise errors here, because they would make the import of Dynamo fail.
+    Errors are not raised here, because they would make the import of Dynamo fail.
     """
     try:
         _obtain()
@@ -137,8 +137,8 @@ class _FirstUse:
         if self._first_call is not None or self.is_over:
             return
         api.mode()  # raises if the environment variable is invalid
-        # Loading changes the type of handles. Dynamo guards on this type, so it must not change
-        # during tracing. Load the extension as soon as Dynamo is imported.
+        # Loading changes the type of handles, which must not happen during tracing because Dynamo
+        # guards on the type. So load the extension as soon as Dynamo is imported.
         import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
         call = self.call = _hooks.handle_type.__call__
 

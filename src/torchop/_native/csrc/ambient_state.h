@@ -1,7 +1,7 @@
 // ambient_state.h: pack the states of the random number generators and ambient settings, such as
 // autocast, into one tensor. A derived formula (a gradient formula derived from the kernel) runs
-// the forward again in the backward pass. It restores this state first, so that the result is the
-// same.
+// the forward again in the backward pass. The packed state is restored before this rerun, so that
+// the rerun computes the same result.
 #pragma once
 
 #include <Python.h>

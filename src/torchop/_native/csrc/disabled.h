@@ -1,5 +1,5 @@
-// disabled.h: count the open `with torchop.native.disabled():` blocks. In these blocks, all calls
-// go through the dispatcher.
+// disabled.h: count the `with torchop.native.disabled():` blocks that are currently active. In
+// these blocks, all calls go through the dispatcher.
 #pragma once
 
 #include "thread.h"

@@ -92,9 +92,9 @@ class Extension:
         self._source = source
         self._lock = threading.Lock()
         self._is_requested = False
-        # True if nothing compiled was found, and `obtain(build=True)` may compile it.
+        # True if no compiled extension was found, so that `obtain(build=True)` may compile one.
         self.is_deferred = False
-        # Prevents a second warning, because compiling starts with another search of the folders.
+        # Prevents a duplicate warning, since compiling starts by searching the same folders again.
         self._has_reported_unfit = False
         self._is_settled = threading.Event()  # set when loading has succeeded or failed
         # The number of running calls to `wait`. If loading fails during such a call, the call
@@ -141,8 +141,8 @@ class Extension:
         try:
             self._load_or_build(wanted, on_ready, build or wanted == "require")
         except BaseException as error:
-            # Reraise Ctrl-C and RecursionError, which do not mean that loading is impossible. The
-            # next call to `obtain` tries again.
+            # Reraise Ctrl-C and RecursionError, since they do not mean that loading is impossible.
+            # The next call to `obtain` tries again.
             is_passed_on = not isinstance(error, Exception) or isinstance(error, RecursionError)
             try:
                 self._fail(error)
@@ -177,7 +177,8 @@ class Extension:
         finally:
             with self._lock:
                 self._waiters -= 1
-        # Check this even if the timeout has expired, because a failure after this call only warns.
+        # Check this even if the timeout has expired, because a failure after this call only causes
+        # a warning.
         if self._state == "failed":
             raise NativeUnavailableError(
                 "torchop.native.wait: the native call path is not available, so calls take longer. "
@@ -264,10 +265,10 @@ class Extension:
         logs.extension.debug("calls will not be native: %s", self._reason)
 
     def _defer(self) -> bool:
-        """Leave compiling to a later `obtain(build=True)`. Return False if a thread waits for it.
+        """Defer compiling to a later `obtain(build=True)`. Return False if a thread is in `wait`.
 
-        Both happen under the lock. Otherwise `wait` could be called in between, and would then wait
-        for a build that nothing starts.
+        Check for waiting threads and defer under the same lock. Otherwise a thread could call
+        `wait` in between, and would then wait for a build that nothing starts.
         """
         with self._lock:
             self.is_deferred = not self._waiters

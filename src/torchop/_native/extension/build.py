@@ -33,8 +33,8 @@ _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
 # Locked while `subprocess.Popen` starts the compiler, to prevent other threads from forking. Popen
 # reads from a pipe until all copies of the write end are closed, and a child process forked at that
-# time would have a copy. This process holds the file lock. If the child waited for that lock, both
-# processes would wait forever.
+# time would hold a copy. If the child then waited for the file lock, which this process holds, both
+# processes would deadlock.
 _starting = threading.Lock()
 # The lock files that are open in this process. A forked child closes its copies, because the
 # operating system releases a lock only after all copies are closed. Otherwise a child that lives
@@ -80,8 +80,8 @@ class Build:
                 return
             announce(False)
             if is_alone:
-                # Remove the folders that killed processes left behind. No running process uses
-                # these folders, because that process would hold the lock.
+                # Remove folders left behind by killed processes. Since this process holds the lock,
+                # no other running process is using them.
                 for folder in self.target.parent.glob(f"{self.target.name}.*.build"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.run()
@@ -140,8 +140,9 @@ class Build:
                 with _starting:
                     process = self._process = subprocess.Popen(
                         [*nice, *self._compiler, *arguments],
-                        # An empty entry in PATH or CPATH means the working directory. The compiler
-                        # must not use files in the user's working directory, so set its own.
+                        # An empty entry in PATH or CPATH means the working directory. Run the
+                        # compiler in this folder, so that it does not pick up files from the user's
+                        # working directory.
                         cwd=folder,
                         env={**os.environ, "TMPDIR": str(folder)},
                         stdin=subprocess.DEVNULL,
@@ -201,8 +202,8 @@ class Build:
                         announce(True)
                     time.sleep(0.1)
                 except OSError:
-                    # Some network file systems do not support locks. If two processes compile the
-                    # file without a lock, each of them replaces it atomically.
+                    # Some network file systems do not support locks. Compiling without a lock is
+                    # safe, because each process replaces the file atomically.
                     yield False
                     return
             try:

@@ -30,7 +30,7 @@ PREBUILT = Path(__file__).parents[1] / "prebuilt"
 # which is not trusted.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL = "torchop-native"
-# The environment variable with the folder that the user has chosen.
+# The environment variable that names a folder chosen by the user, which is searched first.
 CHOSEN = "TORCHOP_NATIVE_DIR"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 
@@ -51,7 +51,7 @@ class Place(NamedTuple):
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
     def remedy(self) -> str | None:
-        """Return the fix for a selected folder or a wheel, or None for other places."""
+        """Return how to fix a selected folder or a wheel, or None for other places."""
         if self.name == CHOSEN:
             return f"`python -m torchop build --out {self.folder}` compiles it"
         if self.name == WHEEL:
@@ -75,8 +75,8 @@ def places(recipe: Recipe) -> list[Place]:
 def _wheel_elsewhere() -> list[Place]:
     """Return the wheel's package if it is installed in another folder of `sys.path`.
 
-    torchop does not load this package, but must report it. Otherwise the user could not find out
-    why the wheel is ignored.
+    torchop does not load this package, but reports it, so that the user can find out why the wheel
+    is ignored.
     """
     try:
         spec = importlib.util.find_spec(WHEEL_PACKAGE)  # does not import a top-level package
@@ -166,8 +166,8 @@ def check_folders_above(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    # Do not follow symbolic links. A link must be rejected, because the target could change after
-    # the check.
+    # Use `lstat`, which does not follow symbolic links: a link must be rejected, because its target
+    # could change after the check.
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise NativeUnavailableError(

@@ -1,8 +1,8 @@
 """Determine the sources, flags and compiler of the extension, and the key in the file name.
 
 The key identifies everything that a compiled file depends on, such as the PyTorch build, the
-platform and the C++ sources. A process loads a file only if the file's name has the process's own
-key.
+platform and the C++ sources. A process loads a file only if the key in the file's name is the key
+that the process itself computes.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class TableCalls(NativeCalls):
         self.problem: str | None = None  # why the latest plan has no kernel
         self._overload = overload
         self._registered = Registrations(str(name))
-        # The table with the row for `accelerate`: the defining library's, if the library is known.
+        # The registrations that contain the undo function of `accelerate`. If the library that
+        # defined the operator is known, these are the library's registrations.
         self._table = Registrations(str(name))
         _calls[name] = self
         self._take_calls(overload)
@@ -185,7 +186,8 @@ def _count_calls(name: OpName, overload: OpOverload) -> None:
     """Count calls as `switch.count_call` does, if the extension is not compiled yet.
 
     torchop's kernels count their calls themselves. Other packages' kernels do not, so count when
-    the overload or packet is called. Calls under a mode are ignored, because they are never native.
+    the overload or packet is called. Calls under a mode are ignored, because they always go through
+    the dispatcher.
     """
     if _hooks.count_call is None or name.packet in deregistration.defined:
         return
@@ -283,7 +285,7 @@ def _may_take(name: OpName) -> bool:
 
 
 def _before_plan(definition: Definition) -> None:
-    """Let C++ run the calls to an operator without the dispatcher, if only torchop registers rules.
+    """Let C++ bypass the dispatcher for an operator whose rules are all registered by torchop.
 
     If another package defined the operator, that package may have registered kernels, so C++ runs
     calls only if the user calls `torchop.accelerate`.

@@ -120,8 +120,8 @@ def _as_filled(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that torch.library passes to `setup_context`.
 
-    For an argument that the dispatcher dropped, torch.library passes the default as the schema
-    stores it. For example, it passes a number for a dtype.
+    For an argument that the dispatcher dropped, torch.library passes the default in the form in
+    which the schema stores it, for example a number for a dtype.
     """
     defaults = schema.raw_defaults
     passed = _count_passed(args, schema)
@@ -161,7 +161,8 @@ def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
         return False
     if value is argument.default:
         return True
-    # Skip devices. The schema stores their defaults as str, which no torch.device equals.
+    # Devices are never dropped here: the schema stores their defaults as str, and no torch.device
+    # equals a str.
     return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
 
 
