@@ -114,16 +114,16 @@ short_errors = _ShortErrors()
 class OperatorNameError(ValueError, RuntimeError):
     """The name of an operator or namespace is invalid.
 
-    It subclasses both ValueError and RuntimeError, because `torch.library` raises one or the other,
-    depending on the mistake.
+    This subclasses both ValueError and RuntimeError, because `torch.library` raises one or the
+    other, depending on the mistake.
     """
 
 
 class SchemaError(ValueError, RuntimeError):
     """A schema cannot be inferred or parsed, or does not match the function.
 
-    It subclasses both ValueError and RuntimeError, because `torch.library` raises RuntimeError for
-    a schema that does not parse, and ValueError otherwise.
+    This subclasses both ValueError and RuntimeError, because `torch.library` raises RuntimeError
+    for a schema that does not parse, and ValueError otherwise.
     """
 
 
@@ -164,7 +164,7 @@ class TracingError(RuntimeError):
 
 
 class MissingFormulaError(RuntimeError):
-    """Backward reached an operator that has no autograd formula."""
+    """The backward pass reached an operator that has no backward formula."""
 
 
 class GradientError(TypeError, RuntimeError):
@@ -182,8 +182,8 @@ class ForwardModeError(NotImplementedError):
 class OperatorGoneError(RuntimeError, AssertionError):
     """An operator was used after it was deregistered, or a library after it was closed.
 
-    It also subclasses AssertionError, because `torch.library` raises AssertionError for a closed
-    library.
+    This also subclasses AssertionError, because `torch.library` raises AssertionError when a closed
+    library is used.
     """
 
 
@@ -242,7 +242,7 @@ def mistake(text: str, kind: type[Exception] = SchemaError) -> Exception:
 
 
 class naming:  # noqa: N801  (called like a function)
-    """A context manager that adds an operator's name to the errors of `mistake`.
+    """A context manager that adds an operator's name to errors created by `mistake`.
 
     Other errors, such as errors in user code, are left unchanged.
     """

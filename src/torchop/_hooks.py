@@ -50,10 +50,11 @@ class NoExtension:
     def keep_memory(
         defined: Iterable[str], implemented: Iterable[str], frees_functions: bool, /
     ) -> Callable[[], None]:
-        """Call this before deregistering operators, and the returned function afterwards.
+        """Keep memory that running calls may read alive until the returned function is called.
 
-        Calls that are still running may read memory that PyTorch frees during deregistration, so
-        the extension keeps this memory alive. This default is a no-op.
+        Call this before deregistering operators, and the returned function afterwards. Calls that
+        are still running may read memory that PyTorch frees during deregistration, so the extension
+        keeps this memory alive. This default is a no-op.
         """
         return lambda: None
 
@@ -66,7 +67,7 @@ extension: Any = NoExtension
 count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.
 handle_type: Any = None
-# Called without the registration lock, before a definition's call plan is compiled.
+# Called before a definition's call plan is compiled, without holding the registration lock.
 before_plan: Callable[[Any], None] = lambda definition: None  # noqa: E731 (replaced later)
-# Called with the registration lock, when a definition's call plan is invalidated.
+# Called when a definition's call plan is invalidated, while holding the registration lock.
 plan_outdated: Callable[[Any], None] = lambda definition: None  # noqa: E731 (replaced later)

@@ -263,7 +263,7 @@ def _register(
 
 
 def _calling_module() -> str:
-    """Return the name of the module two frames up: the caller of our caller."""
+    """Return the name of the module that called our caller, two frames up."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 

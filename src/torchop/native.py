@@ -94,7 +94,7 @@ def wait(timeout: float | None = None) -> bool:
 
 
 def counters(op: OpLike) -> Mapping[str, int]:
-    """Return the number of native calls to an operator, and the number of other calls by reason.
+    """Return how many calls to an operator were native, and how many were not, by reason.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

@@ -186,8 +186,8 @@ def accelerate(*patterns: str) -> Acceleration:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
 
-    Modeled after `functools.singledispatch`, which caches the selected function instead of
-    selecting it again in each call.
+    Modeled after `functools.singledispatch`, which caches the function that it selects instead of
+    selecting it again in every call.
     """
     global _stop_watching
     check_patterns("accelerate", patterns)

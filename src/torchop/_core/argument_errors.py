@@ -23,7 +23,7 @@ def tensor_for_number(
     kwargs: Mapping[str, Any],
     others: Sequence[Schema] = (),
 ) -> ArgumentError | None:
-    """Return an error if a call passes a tensor for a number.
+    """Return an error if a call passes a tensor where the schema expects a number.
 
     Without this check, the dispatcher would silently convert the tensor to a number, and thereby
     drop its gradient and, for an int argument, its fraction. In compiled code, the same call would

@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 def _caches_of_user() -> Path:
     path = os.environ.get("XDG_CACHE_HOME")
-    # Ignore relative paths, as the XDG Base Directory Specification requires.
+    # The XDG Base Directory Specification requires us to ignore relative paths.
     if path and Path(path).is_absolute():
         return Path(path)
     try:

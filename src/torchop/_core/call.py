@@ -1,4 +1,4 @@
-"""Find the tensors in a call's arguments and results, and replace arguments."""
+"""Find tensors in the arguments and results of calls, and replace arguments."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class _Plan(Protocol):
     def outdate_plan(self) -> None: ...
 
 
-# Set while any thread is inside a `checking` block. Guarded by `registration_lock`.
+# Not None while any thread is inside a `checking` block. Guarded by `registration_lock`.
 checker: Checker | None = None
 _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
 

@@ -1,4 +1,4 @@
-"""Check that the results of kernels match the schema in number and type, and share no memory."""
+"""Check that kernels return results as the schema declares them, and that these share no memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchop._schema.schema import Schema
 
 
 class ResultCheck:
-    """Check that a kernel's results match the return types of the schema.
+    """Checks that a kernel's results match the return types of the schema.
 
     PyTorch does not check how many results a kernel returns, and may read out of bounds if there
     are too many. If a result has the wrong type, PyTorch's error only mentions a failed C++ cast.
@@ -102,7 +102,7 @@ def _tensors(value: Any) -> bool:
 
 
 def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callable[[Any], bool]:
-    """Return a check for numbers that also accepts NumPy numbers and one-element tensors."""
+    """Return a check for a number type that also accepts NumPy numbers and one-element tensors."""
 
     def check(value: Any) -> bool:
         if isinstance(value, Tensor):

@@ -36,7 +36,7 @@ class Site(NamedTuple):
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The function's module and name, which do not change when the module is reloaded."""
+        """The function's module and name, which stay the same when the module is reloaded."""
         return self.module, self.qualname
 
     def __str__(self) -> str:

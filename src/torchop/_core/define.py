@@ -111,7 +111,7 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
 
 
 class _Block(NamedTuple):
-    """A running call to `all_or_nothing`, and the definitions that it must undo if it fails."""
+    """A running call of `all_or_nothing`, with the definitions to undo if it fails."""
 
     frame: types.FrameType
     definitions: list[Definition]

@@ -38,7 +38,7 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class CompiledRule(Generic[Compiled]):
-    """The registrations of one operator for one subsystem of PyTorch, such as its kernels.
+    """One operator's registrations for one subsystem of PyTorch, such as its kernels.
 
     The subclasses are in `_rules`.
     """
@@ -124,7 +124,7 @@ kinds: tuple[type[CompiledRule[Any]], ...] = ()
 # An installer registers the dispatcher kernels of a new operator, and its rules for modes. It may
 # return a function to be called once the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
-# All installers. The package `_rules` sets this variable too.
+# All installers, in the order in which they run. The package `_rules` sets this variable too.
 installers: tuple[Installer, ...] = ()
 
 
@@ -276,7 +276,7 @@ class Definition:
         return self.rule(kind)  # another thread may have been faster, so return the first one
 
     def install(self) -> list[Callable[[], None]]:
-        """Register a new operator's dispatcher kernels and its rules for modes.
+        """Register the dispatcher kernels of a new operator, and its rules for modes.
 
         The caller must call the functions that this returns once the schema is defined in the
         dispatcher.
@@ -350,7 +350,7 @@ class Definition:
             raise OperatorGoneError(self.deregistration_reason)
 
     def deregister(self, reason: str) -> None:
-        """Deregister the operator. Later calls raise OperatorGoneError with the message `reason`.
+        """Deregister the operator, so that later calls raise OperatorGoneError with this reason.
 
         Calls that are already running finish with the old kernels. If the operator is already
         deregistered, this is a no-op. Without the C++ extension, an operator cannot be deregistered

@@ -14,7 +14,7 @@ from torchop._schema.naming import OpName
 
 
 class OwnLibrary(torch.library.Library):
-    """A library whose operators raise OperatorGoneError when called after the library is closed."""
+    """A library whose operators raise OperatorGoneError once the library is closed."""
 
     def _destroy(self) -> None:
         names = list(map(operators.parts, self._op_defs))
@@ -47,7 +47,7 @@ DEFINITIONS = "_torchop_definitions"
 
 
 def process_definitions(namespace: str) -> Mapping[str, Any]:
-    """Map the names of operators to the definitions that `process_library` owns.
+    """Map operator names to the definitions that `process_library` owns.
 
     These definitions hold the rules that were registered without `lib=` for operators from other
     packages.
@@ -57,7 +57,7 @@ def process_definitions(namespace: str) -> Mapping[str, Any]:
 
 
 def all_process_definitions() -> list[str]:
-    # Copy each dict first, because another thread may add a definition.
+    # Copy each dict before iterating, because another thread may add a definition.
     return [
         name
         for namespace in list(_process_libraries)

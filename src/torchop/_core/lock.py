@@ -1,4 +1,4 @@
-"""The lock of all registrations, and the hooks that run after it is released.
+"""The lock for all registrations, and the hooks that run once it is released.
 
 The lock rule: validate and call user code first, then lock, then publish. A thread that holds the
 lock must run only code of torchop and PyTorch. It must not call a function that a user registered
@@ -75,7 +75,7 @@ def compute_then_publish(
 
 
 def _release_after_fork() -> None:
-    """Reset the lock in a forked child process, unless the forking thread holds the lock."""
+    """Reset the lock in a forked child process, unless the forking thread itself holds it."""
     if not registration_lock._is_owned():
         registration_lock._at_fork_reinit()
 

@@ -1,4 +1,4 @@
-"""Check and wrap users' functions that take an operator's arguments, such as cost formulas."""
+"""Check and wrap user functions that take an operator's arguments, such as cost formulas."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torchop._schema.schema import Schema
 
 
 class Operator:
-    """The properties of an operator of any package, for tools.
+    """The properties of an operator from any package, for use by tools.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

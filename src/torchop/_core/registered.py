@@ -27,7 +27,7 @@ DEFINITION = "definition"
 
 
 class Registered(NamedTuple):
-    """One row: an object in one of PyTorch's registries."""
+    """One row of the table: an object in one of PyTorch's registries."""
 
     kernel: Any = None  # the object that PyTorch calls
     # Removes the object from its registry. None if closing the library is enough for this.
@@ -41,7 +41,7 @@ _NOTHING = Registered()
 class Registrations:
     """The rows for one operator in one library.
 
-    The callers of `add`, `remove`, `remove_new`, `remove_all` and `record_place` must hold
+    Callers of `add`, `remove`, `remove_new`, `remove_all` and `record_place` must hold
     `registration_lock`.
     """
 

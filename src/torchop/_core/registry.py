@@ -41,7 +41,7 @@ from torchop._schema.signatures import spell_function
 
 
 class Handle(CustomOpDef):
-    """The base class of operator handles, the objects that users call."""
+    """The base class of operator handles, i.e. of the objects that users call."""
 
     _definition: Definition
 
@@ -71,7 +71,7 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
 
 
 def op_name(op: OpLike, caller: str) -> OpName:
-    """Return an operator's name. Error messages start with `caller`, the calling function."""
+    """Return an operator's name. If `op` is invalid, the error message starts with `caller`."""
     if isinstance(op, str):
         return OpName.parse(op)
     if isinstance(op, CustomOpDef):
@@ -109,7 +109,7 @@ def _no_operator(value: object, caller: str) -> OperatorNameError:
 
 
 def own_definition(op: Any, name: OpName) -> Definition | None:
-    """Return an operator's definition if torchop's `custom_op` created it, otherwise None."""
+    """Return an operator's definition, or None if torchop's `custom_op` did not create it."""
     handle = op if isinstance(op, CustomOpDef) else registries.published_handle(str(name))
     return handle._definition if isinstance(handle, Handle) else None
 

@@ -43,7 +43,7 @@ _Change = Callable[[tuple[_Entry, ...]], tuple[_Entry, ...]]  # replaces an oper
 
 
 class Origin(NamedTuple):
-    """The operator that another operator was derived from, and the kind of derivation."""
+    """The operator that a derived operator comes from, and how it was derived."""
 
     op: OpOverload
     kind: str
@@ -86,7 +86,7 @@ class Rule(Generic[Value]):
         >>> cost.lookup(double)(torch.ones(3)), cost.lookup("aten::sin")(torch.ones(3))
         (24, 0)
 
-    Generalizes the `register_*` functions of `torch.library` to any kind of rule.
+    Generalizes the `register_*` functions of `torch.library` to other kinds of rules.
     """
 
     def __init__(self, name: str) -> None:
@@ -264,7 +264,7 @@ class Rule(Generic[Value]):
         return self.missing(overload) if value is NotImplemented else value
 
     def has(self, op: OpLike) -> bool:
-        """Return whether this rule has a value for an operator.
+        """Return whether an operator has a value for this rule, either registered or derived.
 
         A default returned by `missing` does not count as a value.
 
@@ -334,7 +334,7 @@ class Rule(Generic[Value]):
         return [op, *(each for d in derived for each in self._family(d))]
 
     def _put(self, op: OpOverload, change: _Change, attached: list[OpOverload]) -> None:
-        """Change an operator's entries, and call `attach`, `replaced` or `detach` as required."""
+        """Change an operator's entries, and call `attach`, `replaced` or `detach` accordingly."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
         with registration_lock:

@@ -260,7 +260,7 @@ class CustomOp(Registrations, Generic[P, R]):
     def set_kernel_enabled(  # type: ignore[override]  # the base class returns a private type
         self, device_type: str, enabled: bool = True
     ) -> AbstractContextManager[None]:
-        """Enable or disable the kernel of a device type inside a `with` block, for all threads.
+        """Enable or disable a device type's kernel inside a `with` block, for all threads.
 
         While a kernel is disabled, calls fall back to the function that was passed to `custom_op`.
         If the device type has no kernel, or if the state does not change, this only logs a message.
@@ -350,7 +350,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self.out = derive_form(self._live(), Form.OUT, name, lib, outputs).handle
         return self.out
 
-    # Private attributes of PyTorch's CustomOpDef that PyTorch and other packages rely on.
+    # Private attributes of CustomOpDef that PyTorch itself and other packages rely on.
 
     _namespace: Any = property(lambda self: self._definition.name.namespace)
     _name: Any = property(lambda self: self._definition.name.local)

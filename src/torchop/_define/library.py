@@ -158,7 +158,7 @@ class Library(OwnLibrary):
         with_keyset: bool = False,
         allow_override: bool = True,
     ) -> None:
-        """Register a kernel for any operator, including PyTorch's, at a dispatch key.
+        """Register a kernel for a dispatch key of any operator, including PyTorch's own.
 
         Each call then checks the number and types of the kernel's results against the schema.
 
@@ -169,7 +169,7 @@ class Library(OwnLibrary):
                 the library's key.
             with_keyset: whether the kernel receives the call's `DispatchKeySet` as an additional
                 first argument, so that it can redispatch the call.
-            allow_override: whether to replace an existing kernel at this key.
+            allow_override: whether to replace an existing kernel for this key.
 
         Raises:
             TypeError: `fn` is not callable, or `dispatch_key` is not a str.
@@ -210,7 +210,7 @@ class Library(OwnLibrary):
     def fallback(
         self, fn: Callable[..., Any], dispatch_key: str = "", *, with_keyset: bool = False
     ) -> None:
-        """Register a fallback at a dispatch key, for all operators without a kernel at this key.
+        """Register a fallback for all operators without a kernel for this dispatch key.
 
         Args:
             fn: the fallback, or `fallthrough_kernel`. It receives the `OpOverload`, followed by the

@@ -232,7 +232,7 @@ plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
-    """Allow Inductor to replace the functional operator with a form that writes into a buffer."""
+    """Let Inductor replace the functional operator with a form that writes into a buffer."""
     # Hold only weak references: Inductor's table of replacements stores the function `overload`
     # below, so strong references would keep the forms alive forever.
     members = weakref.ref(functional), weakref.ref(form)
@@ -295,7 +295,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """Return a stub function with this signature and the kernel's name.
+    """Return a stub function with the given signature and the kernel's name.
 
     The stub is never called: only its signature is used, and its name in error messages.
     """
@@ -381,7 +381,7 @@ class OperatorFamily(Generic[P, R]):
     def register_kernel(
         self, device_types: DeviceTypes, fn: Function | Lambda | None = None, /
     ) -> Function:
-        """Register a kernel for all forms. It must write into the outputs, as in `out_op`.
+        """Register a kernel for all forms. As in `out_op`, it must write into the outputs.
 
         To register a kernel for just one form, use the handle of that form, as in
         `family.functional.register_kernel("cuda", ...)`.
@@ -415,7 +415,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> Function:
         """Register the backward formula of the functional and the in-place operator.
 
-        As in PyTorch, the out= operator raises an error for tensors that require grad.
+        As in PyTorch, the out= operator does not support autograd: it raises an error for tensors
+        that require grad.
 
         Args:
             backward: see `torchop.register_autograd`. Omit it to use this method as a decorator.

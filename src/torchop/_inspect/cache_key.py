@@ -1,4 +1,4 @@
-"""Keys for compile caches, which change when an operator's rules change.
+"""Compute keys for compile caches that change whenever an operator's rules change.
 
 An operator's rules are the functions and settings that affect compiled graphs, such as its fake
 kernel and its backward formula. PyTorch's persistent caches of compiled graphs identify an operator
@@ -126,7 +126,8 @@ class _Digest(CodeDigest):
         qualname = overload._name
         parts = [value for rule in definition.rules.values() for value in rule.cache_parts()]
         for rule in map(get_rule, rule_names()):
-            # Unlike `lookup`, `_find` works if another thread has just deregistered the operator.
+            # Unlike `lookup`, `_find` does not raise if another thread has just deregistered the
+            # operator.
             if (value := rule._find(overload)) is not NotImplemented:
                 parts += rule.cache_parts(value)
         parts += map(str, (definition.declaration.tags, planned_outputs.forms_in_graphs(qualname)))

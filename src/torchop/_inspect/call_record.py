@@ -1,4 +1,4 @@
-"""Records of calls to operators. A record can create example arguments for the same call."""
+"""Records of operator calls, from which example arguments for the same call can be created."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class CallRecord(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return example arguments with tensors of ones, or None if an argument is a TypeRecord."""
+        """Return example arguments, with tensors of ones, or None if one is a TypeRecord."""
         if any(isinstance(part, TypeRecord) for part in self.parts()):
             return None
         return mapped(self, lambda p: p.example() if isinstance(p, TensorRecord) else p)

@@ -1,4 +1,4 @@
-"""A digest of functions, and of the code and constants that they use.
+"""Compute a digest of functions, and of the code and constants that they use.
 
 torchop adds a digest (a hash) of each fake kernel and backward formula to the cache keys of
 compiled graphs. The results of such a function become part of the graph and depend on every
@@ -64,7 +64,7 @@ class CodeDigest:
         # Maps the ids of all added objects to references. These keep the objects alive, so that no
         # other object gets the same id.
         self._references: dict[int, _Reference] = {}
-        # The package of the object whose description is being added.
+        # The package of the object that is being described, i.e. hashed.
         self._package: str | None = None
         self._installed: dict[str, bool] = {}
         self._unimported: dict[str, _Unimported] = {}

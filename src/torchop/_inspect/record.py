@@ -80,7 +80,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the calls to a human-readable JSON file, which `load` reads.
 
-        The file contains numbers, strings and other plain arguments, but no tensor data.
+        The file contains plain arguments, such as numbers and strings, but no tensor data.
 
         Args:
             path: the path of the file. If the file exists, it is replaced only once the new one is
@@ -258,7 +258,7 @@ def record(*what: str | ModuleType) -> Recorded:
 
 
 class _Recordings(threading.local):
-    """The active recordings of this thread, which share one TorchDispatchMode.
+    """This thread's active recordings, which share a single TorchDispatchMode.
 
     With a separate mode for each recording, only the innermost mode would see calls inside kernels.
     """

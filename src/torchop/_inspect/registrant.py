@@ -1,4 +1,4 @@
-"""Find the modules that registered an operator, or kernels or rules for it.
+"""Find the modules that registered an operator, or a kernel or rule for it.
 
 PyTorch does not record which module made a registration, so this looks at the operator's functions
 instead. An operator belongs to each module that contains its `custom_op` function, its fake kernel
@@ -152,7 +152,7 @@ def python_kernel(operator: Operator, device_type: str) -> str | None:
 
 
 def _is_python(site: str) -> bool:
-    # The file name of code from `python -c` is "<string>".
+    # Code from `python -c` has the file name "<string>".
     return re.search(r"(\.py|>):\d+", site) is not None
 
 

@@ -13,7 +13,7 @@ Formula: TypeAlias = tuple[Function, Function | None]
 
 
 class Convention:
-    """The default convention: registered functions take and return the values of the schema.
+    """The default convention, in which registered functions take and return plain schema values.
 
     Each method wraps a function that a user registers, such as a kernel, so that it takes and
     returns plain schema values. In this base class, the methods return the function unchanged.
@@ -63,7 +63,7 @@ class Convention:
         return result
 
     def deregistered(self, reason: str) -> None:
-        """Make generated functions raise `OperatorGoneError` once the operator is deregistered."""
+        """Make generated functions raise OperatorGoneError, since the operator is deregistered."""
 
 
 FLAT = Convention()

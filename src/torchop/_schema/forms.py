@@ -100,7 +100,7 @@ def returns_tensors(annotation: Any, count: int) -> bool:
 
 
 def check_form(form: Form, parsed: FunctionSchema) -> None:
-    """Raise SchemaError if a schema does not have the form that the operator's tag requires."""
+    """Raise SchemaError unless the schema fits the form that the operator's tag stands for."""
     problem = _problem(form, parsed)
     if problem is not None:
         raise mistake(f"the operator is tagged {form.value}, but {problem}. Got {parsed}.")

@@ -354,7 +354,7 @@ DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
 def leaf_kind(annotation: Any) -> Kind | None:
-    """Return an annotation's `Kind`, or None if its values need several schema arguments."""
+    """Return an annotation's `Kind`, or None if its values need several arguments of the schema."""
     if (kind := types.find(KINDS, annotation)) is not None:
         return kind
     annotation = without_annotated(annotation)

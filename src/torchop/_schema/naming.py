@@ -69,7 +69,7 @@ class OpName(NamedTuple):
 
     @staticmethod
     def parse_new(qualname: object) -> OpName:
-        """Split the name of a new operator, and check that PyTorch supports it.
+        """Split the name of a new operator, and check that PyTorch accepts each part.
 
         Args:
             qualname: `"ns::name"` or `"ns::name.overload"`.

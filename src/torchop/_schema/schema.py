@@ -1,4 +1,4 @@
-"""`Schema`, a wrapper of `torch.FunctionSchema` that also records what the author wrote."""
+"""`Schema`, a wrapper around `torch.FunctionSchema` that also stores the author's own text."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class Schema:
 
     @functools.cached_property
     def spelled_devices(self) -> frozenset[str]:
-        """The names of device arguments whose default the dispatcher passes as a str."""
+        """The names of the device arguments whose default arrives from the dispatcher as a str."""
         return frozenset(
             argument.name
             for argument in self._parsed.arguments

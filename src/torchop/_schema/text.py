@@ -16,7 +16,7 @@ _WRITE = re.compile(r"(?<=Tensor)\(\w+!\)")
 
 
 def arguments_of(schema: str) -> list[str]:
-    """Split the arguments of a schema into texts such as `Tensor x`, `int n=1`, and `*`."""
+    """Return the text of each argument of a schema, such as `Tensor x`, `int n=1` or `*`."""
     return _pieces(schema[schema.index("(") + 1 : _end_of_arguments(schema)])
 
 

@@ -56,7 +56,7 @@ from torchop._schema.text import numbered_alias, with_write, write, write_result
 
 
 class FunctionTree:
-    """The annotation trees of a function's parameters and result.
+    """The annotation trees for the parameters and the result of a function.
 
     If `structures` is False, accept only annotations that `torch.library.infer_schema` supports.
 

@@ -1,4 +1,4 @@
-"""AOTInductor packages that contain the names of their operators' modules, or the C++ kernels."""
+"""AOTInductor packages that name the modules of their operators, or contain C++ kernels."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def aoti_package(
     inductor_configs: dict[str, Any] | None = None,
     libraries: Sequence[str | os.PathLike[str]] = (),
 ) -> str:
-    """Compile a program with AOTInductor, and store which modules define the operators.
+    """Compile a program with AOTInductor, and store which modules define its operators.
 
     The package stores the names of the modules in its metadata, under the key `torchop_operators`,
     so that a C++ server can read them before it loads the package.

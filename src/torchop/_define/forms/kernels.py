@@ -139,7 +139,7 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """Creates the kernels of the three forms from a kernel that writes into output arguments."""
+    """Creates the kernels of all three forms from one kernel that writes into its outputs."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Check that kernels return the structure that the fake kernel returned for the same arguments.
+"""Check that kernels return the same structure as the fake kernel for the same arguments.
 
 In compiled code, everything that the fake kernel decides becomes a constant: which results are
 None, how long lists are, and all values that are not tensors. The graph never compares these

@@ -56,7 +56,7 @@ class StructuredConvention(Convention):
         return self.structure.fake(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """Convert a vmap rule for objects to a rule for flat arguments.
+        """Wrap a vmap rule for objects, such as dataclasses, to take the schema's flat arguments.
 
         In place of each structure, `in_dims` and `out_dims` hold a mapping from field names to
         dimensions.
@@ -78,7 +78,7 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Convert a torch_dispatch rule for objects to a rule for flat arguments.
+        """Wrap a torch_dispatch rule for objects, such as dataclasses, to take flat arguments.
 
         The author's rule receives objects, and so does the `func` that is passed to the rule.
         """
@@ -93,7 +93,7 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a backward formula for objects to a formula for flat arguments.
+        """Wrap a backward formula for objects, such as dataclasses, to take flat gradients.
 
         The gradient that `backward` returns for a structure may be a mapping from field names, or
         an object of any class with the same field names.
@@ -112,7 +112,7 @@ class StructuredConvention(Convention):
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a forward-mode formula for objects to a formula for flat arguments.
+        """Wrap a forward-mode formula for objects, such as dataclasses, to take flat tangents.
 
         The formula receives the tangents of a structure as a mapping from field names.
         """
@@ -180,7 +180,7 @@ def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 class StructuredCall:
-    """A proxy for an `OpOverload` that takes objects instead of flat arguments."""
+    """A proxy for an `OpOverload` that takes objects, such as dataclasses."""
 
     def __init__(self, structure: Structure, overload: Any) -> None:
         self._structure = structure

@@ -1,4 +1,4 @@
-"""Flatten the structured arguments of a call that Dynamo traces.
+"""Flatten the structured arguments of a call while Dynamo traces it.
 
 In eager mode, generated code (see `Structure`) turns structures, such as dataclasses, into the
 arguments of the operator's schema, and checks the type of every field. Dynamo could trace that code

@@ -1,4 +1,4 @@
-"""Gradients of structured results, as arguments of backward kernels."""
+"""The gradients of structured results, as arguments of backward kernels."""
 
 from __future__ import annotations
 

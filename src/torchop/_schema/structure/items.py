@@ -1,4 +1,4 @@
-"""Lists and dicts in results, whose items may have fields."""
+"""Lists and dicts in results, including lists of structures such as dataclasses."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torchop._errors import ResultError
 
 
 class Layouts:
-    """The layouts that one operator has returned so far. Layouts are never removed."""
+    """The layouts that one operator has returned so far. They are never removed."""
 
     def __init__(self, op: object, places: Sequence[str]) -> None:
         self._op = op

@@ -25,7 +25,7 @@ TENSOR_LISTS = ("Tensor[]", "Tensor?[]")
 
 
 class Node:
-    """A node of an annotation tree. It describes one argument or field, such as `cfg.box`."""
+    """A node of an annotation tree, which describes one argument or field, such as `cfg.box`."""
 
     is_optional = False
 
@@ -88,7 +88,7 @@ class Node:
     def _convert(
         self, source: Source, name: str, function: str, path: str, exact: type | None = None
     ) -> None:
-        """Emit a statement that replaces a variable by the result of `function`.
+        """Emit a statement that replaces a variable by `function(variable)`.
 
         At run time, the statement is skipped if the variable has the type `exact`, or is None and
         the value is optional.

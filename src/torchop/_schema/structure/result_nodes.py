@@ -90,7 +90,7 @@ class Static(Node):
         yield self
 
     def described(self, value: Any) -> Iterable[tuple[str, Any]]:
-        # If an optional structure is None, all of its parts are None too.
+        # All parts of an optional structure are None if the structure itself is None.
         if value is None or self._describe is None:
             return [(self.path, value)]
         return self._describe(value)

@@ -193,7 +193,7 @@ _NUMBERS = ("float", "Scalar", "float[]", "Scalar[]")
 
 
 def _static(annotation: Any, path: str) -> Static | None:
-    """Build the node of a value that is not a tensor or an int, such as a string or a dtype."""
+    """Build the node of a value other than a tensor or int, such as a string or a dtype."""
     kind = leaf_kind(annotation)
     is_int = types.strip_optional(annotation)[0] is int
     if kind is None or is_int or kind.schema not in (*_SINGLE, "SymInt", *_LISTS):

@@ -1,4 +1,4 @@
-"""Lists of structures as arguments. The schema has one list for each field."""
+"""Lists of structures as arguments, for which the schema has one list per field."""
 
 from __future__ import annotations
 

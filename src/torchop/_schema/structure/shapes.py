@@ -1,4 +1,4 @@
-"""The supported types of structures: dataclasses, NamedTuples, and tuples as results."""
+"""The supported structures: dataclasses, NamedTuples and, as results, tuples."""
 
 from __future__ import annotations
 

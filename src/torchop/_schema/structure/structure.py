@@ -29,7 +29,7 @@ _LAYOUT = "(layout)"
 
 
 class Structure:
-    """Generates the functions that convert between objects and flat values for one operator.
+    """Generates the functions that convert between objects and flat values, for one operator.
 
     Attributes:
         result: the annotation tree of the result, which is a single leaf if the result needs no
@@ -204,7 +204,7 @@ class Structure:
         is_method: bool = False,
         is_flat: bool = False,
     ) -> Callable[..., Any]:
-        """Generate a function that takes objects and calls the flat operator.
+        """Generate a function that takes objects, such as dataclasses, and calls the flat operator.
 
         If `is_method` is true, the function has an additional first parameter for the handle, i.e.
         the object that `custom_op` returns. If `is_flat` is true, the function returns the flat
@@ -237,7 +237,7 @@ class Structure:
 
     @functools.cached_property
     def flat_arguments(self) -> Callable[..., Any]:
-        """The function that converts a call's arguments to flat `(args, kwargs)`."""
+        """The function that converts the arguments of a call to flat `(args, kwargs)`."""
         return self.caller(_collect, "arguments", is_flat=True)
 
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
@@ -255,7 +255,7 @@ class Structure:
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
-        """The function that takes objects and calls the flat operator."""
+        """The function that takes objects, such as dataclasses, and calls the flat operator."""
         assert self.overload is not None  # set when the operator was defined
         return self.caller(self.overload, "call")
 
@@ -295,7 +295,7 @@ class Structure:
         return self.kernel(self.function)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel so that it takes and returns flat values.
+        """Wrap a kernel so that it takes and returns flat values, i.e. single fields.
 
         The kernel as the author wrote it takes and returns objects, such as dataclasses.
         """
