@@ -1,6 +1,6 @@
 """Access DTensor's sharding propagator, which chooses the placements of a call.
 
-torchop never imports DTensor. It uses DTensor only in programs that have imported it.
+torchop never imports DTensor itself, and uses it only in programs that have imported it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return the strategies that DTensor has for a call to `aten` with the same arguments."""
+    """Return the strategies that DTensor would use for a call to `aten` with the same arguments."""
     from torch.distributed.tensor._op_schema import OpSpec
 
     call, strategies = dtensor_strategies.call_of(op, op_schema)
@@ -136,7 +136,7 @@ def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(placement: Any) -> bool:
-    """Return whether a placement is of a basic type, unlike an embedding's masked Partial."""
+    """Return whether a placement is of a basic type. The masked Partial of an embedding is not."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return type(placement) in (Partial, Replicate, Shard)

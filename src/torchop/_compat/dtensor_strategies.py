@@ -278,7 +278,7 @@ def _mesh(op: OpOverload, strategies: Sequence[Any]) -> Any:
 def _choices(
     call: Call, inputs: Inputs, rows: Sequence[Row], redistributable: Redistributable
 ) -> list[list[Row]]:
-    """Return, for each mesh dimension, the rows that a strategy may use.
+    """Return the rows that a strategy may use on each mesh dimension.
 
     A row is left out if it would redistribute a tensor with fixed placements. Tensors that the
     operator writes to are fixed, because a write to a redistributed copy would not change the

@@ -28,7 +28,8 @@ _NAMES = (
     "_output_from_cache_entry",
 )
 _IS_SUPPORTED = all(hasattr(FakeTensorMode, name) for name in _NAMES)
-# Before 2.15, `_output_from_cache_entry` also takes the operator, but only uses it for views.
+# Before 2.15, `_output_from_cache_entry` also takes the operator as an argument, but only uses it
+# for views.
 _TAKES_OPERATOR = (
     _IS_SUPPORTED
     and "func" in inspect.signature(FakeTensorMode._output_from_cache_entry).parameters

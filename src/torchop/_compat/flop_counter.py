@@ -88,8 +88,8 @@ def loaded_mode() -> type | None:
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return a handler for FlopCounterMode that counts the FLOPs of a call that replaces `op`.
 
-    The handler uses the formula of the called operator if there is one, and otherwise the formula
-    of `op`. `result_of` converts the called operator's result to a result of `op`.
+    The handler uses the called operator's formula if there is one, and falls back to the formula of
+    `op`. `result_of` converts the called operator's result to a result of `op`.
     """
 
     def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:

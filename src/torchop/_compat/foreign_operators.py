@@ -42,7 +42,7 @@ def watch_definitions(
 ) -> Callable[[], None]:
     """Call `on_defined(library, name)` after each operator definition through `Library.define`.
 
-    Returns a function that stops the calls.
+    Returns a function that removes the callback.
     """
 
     @functools.wraps(torch.library.Library.define)

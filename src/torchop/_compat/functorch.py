@@ -79,7 +79,7 @@ class Vmap(NamedTuple):
     def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Return the tensor inside a batched tensor, and the mapped dimension.
 
-        The dimension is None if this `vmap` does not map over the tensor.
+        The mapped dimension is None if this `vmap` does not map over the tensor.
         """
         tensor, dim = torch._C._functorch._unwrap_batched(tensor, self.level)
         return tensor, dim

@@ -120,7 +120,8 @@ def is_clone(node: Node) -> bool:
 def is_inserted_clone(node: Node) -> bool:
     """Return whether a node is a clone that Inductor inserted.
 
-    Inductor inserts clones with `clone_preserve_strides`, so their input is an `as_strided` node.
+    Inductor uses `clone_preserve_strides` for its clones, so the input of such a clone is an
+    `as_strided` node.
     """
     return is_clone(node) and _name(node.all_input_nodes[0]) == "as_strided"
 

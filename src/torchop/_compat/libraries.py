@@ -84,7 +84,8 @@ def implement_temporarily(
     def remove() -> None:
         finish = _hooks.extension.keep_memory((), [qualname], True)
         registration.reset()
-        # Other threads may still be calling the kernel, so free its function only with the library.
+        # Other threads may still be calling the kernel, so free its function only when the library
+        # is destroyed.
         if (alive := reference()) is not None:
             on_close(alive, finish)
 
@@ -230,7 +231,7 @@ class _Contents(NamedTuple):
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget, names, defined, implemented)
             # A removed kernel may still be running in a call to another library's operator, so keep
-            # its function.
+            # the kernel's function alive.
             stack.callback(_hooks.extension.keep_memory((), others, False))
             stack.callback(_hooks.extension.keep_memory(qualnames, (), True))
             if self.m is not None:

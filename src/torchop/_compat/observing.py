@@ -86,7 +86,7 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 def _is_called_by_a_mode() -> bool:
     """Return whether the handler of another mode made the call.
 
-    PyTorch excludes the same dispatch keys in every mode's handler, so they do not show which
+    PyTorch excludes the same dispatch keys in every mode's handler, so the keys do not show which
     handler made the call. Search the call stack instead.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(3)):

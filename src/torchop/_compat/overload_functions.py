@@ -16,7 +16,7 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
-    """Make an overload, and the packet that contains it, try a native call first.
+    """Make an overload and its packet try a native call (one without the dispatcher) first.
 
     `operator` is the extension's class `Operator`, and `entry` is the C++ object that tries native
     calls. Returns the overload's previous function. A Python function, such as a user's hook, is

@@ -72,7 +72,7 @@ def register_fake(
 
 
 def is_active_fake(qualname: str, kernel: object) -> bool:
-    """Return whether this is the operator's active fake kernel, the one registered last."""
+    """Return whether `kernel` is the operator's active fake kernel, the one registered last."""
     return _fake_kernels(qualname)[-1:] == [kernel]
 
 
@@ -90,7 +90,8 @@ def fake_source(qualname: str) -> str | None:
 def formula_functions(qualname: str) -> list[Callable[..., Any]]:
     """Return the backward function of an operator that `torch.library.custom_op` defined, if any.
 
-    For other operators, PyTorch stores the formula only inside of kernels.
+    For other operators, the result is empty, because PyTorch stores their formulas only inside
+    kernels.
     """
     function = getattr(published_handle(qualname), "_backward_fn", None)
     return [] if function is None else [function]
@@ -178,8 +179,9 @@ def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
     """Register an operator's effect for functionalization, and return a function to undo this.
 
-    Several libraries may register an effect for the same operator. After `undo`, the latest of the
-    remaining effects applies, or the effect from before the first registration.
+    Several libraries may register an effect for the same operator. Once a registration is undone,
+    the latest of the remaining effects applies or, if none is left, the effect from before the
+    first registration.
     """
     holder = _rules_registry.find(qualname).effect
     effects, key = _effects.setdefault(qualname, {None: holder.effect}), object()

@@ -34,7 +34,7 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 _thread = threading.local()  # one mode per thread, because entering a mode is not thread-safe
 
-# Attributes that may differ between the fake tensor and the real tensor.
+# Attributes that may differ between the fake and the real tensor, so `supports` must not read them.
 _OWN = frozenset(
     (
         *("_base", "_is_view", "_version", "storage_offset", "storage", "untyped_storage"),

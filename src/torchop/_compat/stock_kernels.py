@@ -168,8 +168,8 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     return code
 
 
-# The closure variable that holds PyTorch's class for the metadata of lists. In 2.11, it has the
-# second name.
+# The closure variable that holds PyTorch's class for the metadata of lists. In 2.11, the variable
+# has the second name.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 

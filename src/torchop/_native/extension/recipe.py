@@ -122,8 +122,8 @@ def compile_flags() -> list[str]:
         # Without this flag, the autograd headers would include the headers of all operators
         # (through ATen/ExpandUtils.h and ATen/Functions.h), which are slow to compile.
         "-DAT_PER_OPERATOR_HEADERS",
-        # Without this flag, PyTorch's class `python_error` would acquire the GIL through pybind11,
-        # which would create pybind11's type registry.
+        # Without this flag, the class `python_error` in PyTorch would acquire the GIL through
+        # pybind11, which would create pybind11's type registry.
         "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
         f"-DTORCHOP_KNOWS_NODES={int(unknown_nodes() is None)}",
         f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
@@ -138,7 +138,8 @@ def compile_flags() -> list[str]:
 def unknown_nodes() -> str | None:
     """Return why native calls cannot record gradients with this PyTorch, or None if they can.
 
-    Native calls fill in the struct of an autograd node, so the extension must know all fields.
+    Native calls (calls without the dispatcher) fill in the struct of an autograd node, so the
+    extension must know all fields.
     """
     fields = node_fields()
     if fields is None:
@@ -177,7 +178,7 @@ def _headers() -> Path:
 def link_flags() -> list[str]:
     """Return the linker flags without paths, because the flags are part of the key.
 
-    The flags set no run path, because the extension must use the PyTorch that is already loaded.
+    No run path is set, because the extension must use the PyTorch that is already loaded.
     """
     shared = (
         ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]

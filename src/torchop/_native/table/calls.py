@@ -1,7 +1,8 @@
 """Native calls to operators that `torchop.custom_op` did not create.
 
-Any package may register kernels for such an operator, so call plans are compiled from the
-dispatcher's table of kernels. Whether a call is native depends on the kernel:
+Any package may register kernels for such an operator, so torchop compiles call plans from the
+dispatcher's table of kernels. Whether a call is native (runs without the dispatcher) depends on the
+kernel:
 
 - If the kernel was registered with torchop, for example with `Library.impl`, calls are always
   native.

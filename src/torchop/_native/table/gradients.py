@@ -111,7 +111,7 @@ def _inputs(
     return inputs
 
 
-# Types whose values are interchangeable if they are equal.
+# Types whose values can replace each other if they are equal.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 
