@@ -12,7 +12,7 @@ from torchop._compat.classes import FakeTensorMode, OpOverload, tree_map_only
 
 
 def fake_results(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Return the fake kernel's results for real arguments, with symbols for unknown sizes."""
+    """Run the fake kernel for real arguments. In the results, data-dependent sizes are symbols."""
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         args, kwargs = tree_map_only(
             torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), (args, kwargs)
