@@ -67,7 +67,8 @@ extension: Any = NoExtension
 count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.
 handle_type: Any = None
-# Called before a definition's call plan is compiled, without holding the registration lock.
+# Called before an operator's rules are compiled into a call plan, without holding the registration
+# lock.
 before_plan: Callable[[Any], None] = lambda definition: None  # noqa: E731 (replaced later)
-# Called when a definition's call plan is invalidated, while holding the registration lock.
+# Called when an operator's call plan is invalidated, while holding the registration lock.
 plan_outdated: Callable[[Any], None] = lambda definition: None  # noqa: E731 (replaced later)

@@ -199,8 +199,8 @@ def accelerate(*patterns: str) -> Acceleration:
                 _stop_watching = foreign_operators.watch_definitions(_defined)
         switch.request(_adopt_all)
         if switch.native_module() is None:
-            # Without the extension, this only counts calls. `switch` calls it again once the
-            # extension is loaded.
+            # Without the extension, `_adopt_all` only counts calls. `switch` calls it again once
+            # the extension is loaded.
             _adopt_all()
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)

@@ -1,4 +1,4 @@
-"""Add a suggested fix to the dispatcher's errors about invalid arguments."""
+"""Add a suggested fix to the errors that the dispatcher raises for invalid arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find tensors in the arguments and results of calls, and replace arguments."""
+"""Find the tensors in arguments and results of calls, and replace arguments."""
 
 from __future__ import annotations
 

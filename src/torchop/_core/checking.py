@@ -1,8 +1,9 @@
 """The hook through which `torchop.testing.checking` checks kernels and formulas.
 
-While any thread is inside a `with torchop.testing.checking()` block, call plans wrap each kernel in
-a check. Entering the first such block and exiting the last one invalidate all call plans, so calls
-outside of these blocks pay nothing for the feature.
+While any thread is inside a `with torchop.testing.checking()` block, call plans (the compiled rules
+of operators, which calls read) wrap each kernel in a check. Entering the first such block and
+exiting the last one invalidate all call plans, so calls outside of these blocks pay nothing for the
+feature.
 """
 
 from __future__ import annotations

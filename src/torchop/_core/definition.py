@@ -33,7 +33,7 @@ from torchop._schema.schema import Schema
 Compiled = TypeVar("Compiled")
 
 # The initial value of mappings in rules. Registrations replace a mapping instead of modifying it,
-# because existing call plans still refer to the old one.
+# because existing call plans (compiled rules) still refer to the old one.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -289,7 +289,7 @@ class Definition:
 
     @property
     def plan(self) -> CallPlan:
-        """The call plan, which the first call after a registration compiles.
+        """The call plan (all rules, compiled), which the first call after a registration creates.
 
         Compiling it lazily keeps imports fast, because each registration would otherwise compile a
         new plan.
@@ -322,7 +322,7 @@ class Definition:
         return self._plan is not None
 
     def outdate_plan(self) -> None:
-        """Make the next call compile a new plan. The caller must hold `registration_lock`."""
+        """Make the next call compile a new call plan. The caller must hold `registration_lock`."""
         self._version += 1
         self._plan = None
         _hooks.plan_outdated(self)

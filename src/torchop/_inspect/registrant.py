@@ -157,7 +157,7 @@ def _is_python(site: str) -> bool:
 
 
 def place_of(operator: Operator) -> str | None:
-    """Return the file and line of an operator's function, or else of its registration."""
+    """Return the file and line of an operator's function or, without one, of its registration."""
     if operator.site is not None:
         return str(operator.site)
     code = getattr(operator.function, "__code__", None)

@@ -163,7 +163,7 @@ def _setup_parameters(has_keywords: bool) -> tuple[str, ...]:
 
 
 def keyword_only(function: Decorated) -> Decorated:
-    """Decorate a function to raise a helpful TypeError if keyword-only arguments are positional."""
+    """Decorate a function to raise a clear TypeError if keyword-only arguments lack a keyword."""
     kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
     keywords = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     most = len(kinds) - len(keywords)

@@ -80,7 +80,7 @@ def _decision(value: Any) -> Any:
 
 
 def _key(args: tuple[Any, ...]) -> Any:
-    """Return a key of everything that a fake kernel may depend on, or None if it is unknown."""
+    """Return a dict key for all that a fake kernel may depend on, or None if there is none."""
     try:
         key = tuple(map(_part, args))
         hash(key)

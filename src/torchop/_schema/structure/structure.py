@@ -324,7 +324,7 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The function that converts flat arguments to the author's `(args, kwargs)`."""
+        """The function that converts flat arguments to `(args, kwargs)` with objects."""
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
