@@ -84,3 +84,20 @@ _slopes.register_autograd(_second_of_wanted, setup_context=_keep)
 _wanted = define("asks_for_wanted_gradients", _square_times)
 _wanted.register_autograd(lambda ctx, grad: wanted_ones(_slopes, ctx, grad), setup_context=save)
 right(_wanted, two)
+
+
+def _greatest_so_far(x: Tensor) -> Tensor:
+    return x.cummax(-1).values
+
+
+def _keep_positions(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0].cummax(-1).indices)
+
+
+_greatest = define("greatest_so_far", _greatest_so_far)
+_greatest.register_autograd(
+    lambda ctx, grad: torch.zeros_like(grad).scatter_add_(-1, ctx.saved_tensors[0], grad),
+    setup_context=_keep_positions,
+)
+# Larger versions of this example contain equal elements, where the maximum has a kink.
+right(_greatest, lambda: [(torch.tensor([1.0, 3.0, 2.0]),)])
