@@ -204,9 +204,10 @@ def int64(subject: Subject, details: Details) -> Iterator[Case]:
         for place, tensor in enumerate(example.tensors):
             if not probes.has_integers(tensor) or tensor.dtype is not torch.int64:
                 continue
-            # C++ kernels often do not validate indices, so do not replace integers that may be
-            # indices.
-            if subject.operator.function is None and may_be_places(tensor, example):
+            # Do not replace integers that may be indices or counts for another tensor. C++ kernels
+            # often do not validate them, and a loop over such a count would not end.
+            is_alone = subject.operator.function is not None and len(example.tensors) == 1
+            if may_be_places(tensor, example) and not is_alone:
                 continue
             label = f"{subject.names(example)[place]} with large integers"
             options = {"place": place}
