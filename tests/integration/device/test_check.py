@@ -144,7 +144,7 @@ def _draws(x: Tensor) -> Tensor:
     [
         (_other_device, "changes torch.accelerator.current_device_index() from 0 to 1"),
         (_other_stream, "changes torch.accelerator.current_stream()"),
-        (_draws, "changes get_rng_state() of the accelerator"),
+        (_draws, "changes torch.get_rng_state() of the accelerator"),
     ],
 )
 def test_device_state_changed_by_a_call_is_reported_and_restored(
