@@ -57,7 +57,7 @@ def invalidate(
 def forget(names: Iterable[Name]) -> None:
     for namespace, name, overload in names:
         packet = torch_ops.existing_packet(namespace, name)
-        if packet is not None and not operators.overload_names(f"{namespace}::{name}"):
+        if packet is not None and not torch_ops.overload_names(f"{namespace}::{name}"):
             forget_objects([packet])
         torch_ops.clear_packet(namespace, name)
         before_definition(namespace, name, overload)

@@ -99,11 +99,6 @@ def in_graph(graph: GraphModule) -> list[OpOverload]:
     return sorted(found, key=OpOverload.name)
 
 
-def overload_names(qualname: str) -> list[str]:
-    _, names = torch._C._jit_get_operation(qualname)
-    return list(names or ())
-
-
 def chosen_overload(
     packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> OpOverload:

@@ -126,6 +126,11 @@ class RaisingPacketFunction(RaisingFunction):
         return packet(*args, **kwargs)
 
 
+def overload_names(qualname: str) -> list[str]:
+    _, names = torch._C._jit_get_operation(qualname)
+    return list(names or ())
+
+
 def invalidate_overload(
     namespace: str, name: str, overload: str, reason: Callable[[], str], only_existing: bool
 ) -> Iterator[Any]:
@@ -257,7 +262,7 @@ def clear_packet(namespace: str, name: str) -> None:
     packet = existing_packet(namespace, name)
     if packet is None or qualname in _replaced:
         return
-    if not torch._C._jit_get_operation(qualname)[1]:
+    if not overload_names(qualname):
         packets = getattr(torch.ops, namespace)
         if name in packets._dir:
             packets._dir.remove(name)

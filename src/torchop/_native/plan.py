@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torchop._compat import (
     autograd,
     logs,
-    operators,
     overload_functions,
     torch_ops,
 )
@@ -185,7 +184,7 @@ class OwnCalls(NativeCalls):
 
     def check_packet_call(self, /, *args: Any, **kwargs: Any) -> None:
         """Like `check_call`, but accept a tensor that another overload of the packet takes."""
-        names = operators.overload_names(self.name.packet)
+        names = torch_ops.overload_names(self.name.packet)
         others = [self.name._replace(overload=name) for name in names if name != self.name.overload]
         self._check(args, kwargs, [find_schema(name) for name in others])
 
