@@ -26,6 +26,7 @@ from torchop.testing._check.checks.gradients import (
     moved_inputs,
     needs_digits,
     needs_formula,
+    slope_problem,
     slopes_are_right,
 )
 from torchop.testing._check.enlarged import unequal
@@ -143,23 +144,19 @@ def last_slopes_are_right(call: Call) -> None:
         )
         return function(*joined)
 
-    ends = [tensor.detach().flatten()[-7:].clone().requires_grad_() for tensor in inputs]
-    problem: RuntimeError | None = None
-    # The function may have kinks at some points, such as a maximum at equal elements. So move each
-    # element by another distance.
-    for distance in (0.0, 0.01, 0.02):
-        moved_ends = [
-            (end.detach() + distance * torch.linspace(1, 2, len(end)).to(end)).requires_grad_()
+    ends = [tensor.detach().flatten()[-7:] for tensor in inputs]
+
+    def moved_ends(place: int) -> list[Tensor]:
+        # The function may have kinks at equal elements, like a maximum. So move each element by
+        # another distance.
+        return [
+            (end + 0.01 * place * torch.linspace(1, 2, len(end)).to(end)).requires_grad_()
             for end in ends
         ]
-        try:
-            probes.slope_is_right(of_last, moved_ends)
-        except RuntimeError as error:
-            problem = problem or error
-        else:
-            return
-    assert problem is not None
-    raise problem
+
+    problem = slope_problem(of_last, moved_ends)
+    if problem is not None:
+        raise problem
 
 
 # --------------------------------------------------------------------------------------------------
