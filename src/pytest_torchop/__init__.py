@@ -1,7 +1,7 @@
-"""The pytest plugin of torchop, which generates tests, or checks operators with calls from tests.
+"""The pytest plugin of torchop. It generates tests, or checks operators with calls from tests.
 
 pytest imports all installed plugins, even in projects that do not use them, and importing torchop
-takes seconds. The plugin is therefore a separate package, which imports
+takes seconds. The plugin is therefore a separate package that imports
 `torchop.testing.pytest_plugin` only when a test needs it.
 """
 
@@ -23,8 +23,8 @@ _MARKER = (
     "torchop.testing.check; the test calls torchop_check()."
 )
 
-# The stash key of a temporary folder, in which each pytest-xdist worker has a file. The worker
-# writes its current call to this file.
+# The stash key of a temporary folder with one file per pytest-xdist worker. Each worker writes the
+# current call to this file.
 _FOLDER = pytest.StashKey[Path]()
 
 
@@ -82,8 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Pass the name of a file to each pytest-xdist worker.
 
-    The worker writes each call to this file before making it, so that `pytest_handlecrashitem` can
-    report the call if the worker crashes.
+    The worker writes each call to this file before making it. If the worker crashes,
+    `pytest_handlecrashitem` then reports the call.
     """
     folder = node.config.stash.get(_FOLDER, None)
     if folder is None:

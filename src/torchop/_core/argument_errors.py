@@ -25,9 +25,8 @@ def tensor_for_number(
 ) -> ArgumentError | None:
     """Return an error if a call passes a tensor where the schema expects a number.
 
-    Without this check, the dispatcher would silently convert the tensor to a number, and thereby
-    drop its gradient and, for an int argument, its fraction. In compiled code, the same call would
-    fail.
+    Without this check, the dispatcher would silently convert the tensor to a number and drop the
+    gradient, and for an int argument also the fraction. In compiled code, the same call would fail.
 
     `others` holds the schemas of the operator's other overloads, one of which PyTorch may select
     for the call instead.
@@ -70,8 +69,8 @@ def argument_error(
         )
     text = str(error)
     if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
-        # The dispatcher checks for missing arguments before it checks for unknown keywords. So if a
-        # keyword is misspelled, its message does not mention the misspelled name.
+        # The dispatcher checks for missing arguments before it checks for unknown keywords. So for
+        # a misspelled keyword, the message reports a missing argument and not the misspelled name.
         known = _PARAMETER.findall(counted["schema"])
         for keyword in keywords:
             if keyword not in known:
@@ -123,8 +122,8 @@ _VALUE = re.compile(
 )
 
 
-# The dispatcher stores these types as integers and calls them "int" in its messages. In our
-# messages, replace "int" by the type that users pass.
+# The dispatcher stores these types as integers and calls them "int" in messages. In our messages,
+# replace "int" with the type that users pass.
 _STORED_AS_INT = {
     "ScalarType": "torch.dtype",
     "Layout": "torch.layout",

@@ -27,7 +27,7 @@ STRUCTURED_RETURNABLE = (
 
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
-    """Return how an error message about an unsupported annotation ends: with the suggested fix."""
+    """Return the suggested fix, to end the error message about an unsupported annotation."""
     inner, _ = types.strip_optional(annotation)
     kind = typing.get_origin(inner) or inner
     if kind is collections.abc.Callable:
@@ -117,9 +117,8 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     return listed if argument_type(listed) is not None else item
 
 
-# Maps a class to the type we suggest in its place, also for its subclasses; the first match wins.
-# Tensor and bytes need an entry because both are iterable, so `_nearest` would otherwise suggest a
-# list.
+# Maps a class and all subclasses to the type that we suggest instead; the first match wins. Tensor
+# and bytes need an entry because they are iterable, and `_nearest` suggests a list for iterables.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

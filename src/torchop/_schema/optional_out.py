@@ -1,8 +1,8 @@
-"""Reject maybe-out operators, which return the argument `out` if it is given, or else a new tensor.
+"""Reject maybe-out operators: they return the argument `out` if it is given, or else a new tensor.
 
 A schema cannot say that a result aliases an argument in some calls only, so `check_maybe_out`
-rejects every schema in which a result aliases a mutated `Tensor?`. If the author leaves the alias
-out of the schema, a call that returns its argument raises an error instead.
+rejects any alias between a result and a mutated `Tensor?`. If the author leaves the alias out of
+the schema, calls raise an error when they return the argument.
 """
 
 from __future__ import annotations

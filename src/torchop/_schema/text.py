@@ -1,8 +1,8 @@
 """Split the text of a schema into its parts, and put parts together into schemas.
 
-torchop derives the schemas of its helper operators, which replace an operator in compiled graphs,
-from the author's text. Deriving them from `str(schema)` would not work, because PyTorch does not
-escape string defaults in it correctly, so its parser would reject them.
+In compiled graphs, helper operators replace some operators. Their schemas are derived from the text
+that the author wrote. Deriving them from `str(schema)` would not work: PyTorch does not escape
+string defaults correctly there, and the parser would reject the result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each character outside of brackets and strings, with its position.
+    """Yield the position of each character outside of brackets and strings, and the character.
 
     The closing bracket of each outermost pair counts as outside, but the opening one does not.
     """

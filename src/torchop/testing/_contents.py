@@ -1,4 +1,4 @@
-"""Check that an operator does not read the previous contents of its `out=` arguments."""
+"""Check that an operator does not read the previous contents of `out=` arguments."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from torchop.testing.process_state import seed_torch
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
     """Check that the values written to outputs do not depend on the outputs' previous contents.
 
-    If an operator has `torch.Tag.out`, Inductor passes uninitialized memory as its outputs. So
-    check every operator that has the tag, and every operator with `out=` arguments, because its
-    author could add the tag.
+    If an operator has `torch.Tag.out`, Inductor passes uninitialized memory as the outputs. Also
+    check operators that have `out=` arguments but no tag, because the author could still add it.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return

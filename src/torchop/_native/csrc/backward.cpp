@@ -1,6 +1,6 @@
-// backward.cpp: call a formula, and return its gradients directly if they are certainly valid. All
-// other gradients and errors are handled by Python functions (see `make_backward` in
-// _call_path.pyi), which check and convert the gradients and explain the errors.
+// backward.cpp: call a formula, and return the gradients directly if they are certainly valid.
+// Otherwise, Python functions (see `make_backward` in _call_path.pyi) check and convert the
+// gradients. They also explain errors.
 #include "backward.h"
 
 #include <algorithm>
@@ -21,22 +21,22 @@ namespace {
 // selective checkpointing (torch/utils/checkpoint.py), a saved tensor can be unpacked only once.
 //
 // The cache cannot be on the C stack, because a greenlet switch inside a formula replaces the
-// stack. Its items are removed in any order, because the formulas of several greenlets may return
-// in any order.
+// stack. Items are removed in any order, since formulas in several greenlets may return in any
+// order.
 struct Unpacked {
   PyObject* ctx;
   THPObjectPtr tensors;
 };
 thread_local std::vector<Unpacked> unpacked;
 
-// Finds the cached tensors of a node. If its formula is running more than once, finds the tensors
+// Finds the cached tensors of a node. If the formula is running more than once, finds the tensors
 // of the innermost run.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
 }
 
-// RAII guard that marks the formula of a node as running, so that its saved tensors are cached.
+// RAII guard that marks the formula of a node as running, which enables the cache for this node.
 class Unpacking {
  public:
   explicit Unpacking(PyObject* ctx) : ctx_(ctx) {
@@ -136,9 +136,9 @@ bool is_contiguous(PyObject* gradient) {
       !tensor.is_neg();
 }
 
-// `with_contiguous_grads` (contiguous_grads.py) wraps a backward function so that it receives only
-// contiguous gradients. If `backward` is such a wrapper (recognized by its code object) and all
-// gradients are already contiguous, returns the wrapped function, which skips a Python call.
+// `with_contiguous_grads` (contiguous_grads.py) wraps a backward function to make all gradients
+// contiguous. If `backward` is such a wrapper (recognized by the code object) and all gradients are
+// already contiguous, returns the wrapped function to save a Python call.
 THPObjectPtr without_copies(
     THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
   static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
@@ -175,8 +175,8 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
-    // If the operator has no formula, `backward` is None and this call raises a TypeError, which
-    // `explain_error` then replaces with a better error.
+    // If the operator has no formula, `backward` is None and this call raises a TypeError. Then
+    // `explain_error` replaces it with a better error.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {

@@ -3,8 +3,7 @@
 // In a call to an OpOverloadPacket, PyTorch tries the overloads in the order of their definition
 // until the arguments match a schema. So we create one Operator per overload and link them through
 // `next`. If PyTorch would certainly skip an overload (see resolution.h), the call goes to the next
-// Operator. If we cannot tell, the call falls back to PyTorch's function, which tries all
-// overloads.
+// Operator. If we cannot tell, the call falls back to PyTorch's function and tries all overloads.
 #include "operator.h"
 
 #include <c10/util/flat_hash_map.h>
@@ -30,7 +29,7 @@ struct Operator {
   PyObject* entry;    // an Entry, or nullptr if this object only preserves the hash; owned
   PyObject* dispatch; // the C++ function that this object replaces; owned
   PyObject* next;     // the Operator of the packet's next overload, or nullptr; owned
-  Py_hash_t hash;     // the owner's hash, which is the hash of its `_op` and must not change
+  Py_hash_t hash;     // the owner's hash (PyTorch takes it from `_op`), must not change
 };
 
 Operator& operator_of(PyObject* self) {
@@ -38,8 +37,8 @@ Operator& operator_of(PyObject* self) {
 }
 
 // The number of Operators for each owner, i.e. each OpOverload or OpOverloadPacket. Guarded by
-// `owners_mutex`, except in `has_operator`, which relies on the GIL instead. Never destroyed,
-// because Operators may be freed after static destructors have run.
+// `owners_mutex`; only `has_operator` relies on the GIL instead. Never destroyed, because Operators
+// may be freed after static destructors have run.
 auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
@@ -100,9 +99,9 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// The type has no tp_clear, so that the garbage collector cannot clear these members while a call
-// uses them. The collector can still break reference cycles, because other objects in each cycle
-// have a tp_clear.
+// The type has no tp_clear, because the garbage collector could otherwise clear these members while
+// a call uses them. The collector can still break reference cycles, because the other objects in
+// each cycle have one.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -120,7 +119,7 @@ Py_hash_t hash_operator(PyObject* self) {
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
   // When torch/_ops.py refreshes a packet, it passes `_op.__module__` to `_get_packet`. The generic
-  // lookup would find `__module__` of our type, so return that of the replaced function.
+  // lookup would find `__module__` of our type, so look it up in the replaced function instead.
   if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
     return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);

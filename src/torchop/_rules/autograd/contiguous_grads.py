@@ -21,7 +21,7 @@ from torchop._schema.layouts import Layout, contiguous, declared_layouts
 
 
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
-    """Wrap a backward formula so that it receives only contiguous gradients.
+    """Wrap a backward formula to make all gradients contiguous before the formula sees them.
 
     Without the wrapper, autograd may pass gradients that are expanded (from `sum`), sliced (from
     `torch.cat`) or lazily conjugated (from `conj`).
@@ -35,7 +35,7 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
 
 
 def with_declared_grads(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a formula so that it receives gradients in the layouts that its annotations declare."""
+    """Wrap a formula to copy gradients into the layouts that the annotations declare."""
     with naming(signatures.spell_function(backward)):
         layouts = declared_layouts(signatures.written_annotations(backward))
     if not layouts:
@@ -62,7 +62,7 @@ def _arranged(grad: Any, layout: Layout | None) -> Any:
     return [_arranged(item, layout) for item in grad]
 
 
-# All wrapped formulas share this code object, which is how the C++ backward implementation
-# recognizes them. If all gradients are already contiguous, it skips the wrapper and calls
+# All wrapped formulas share this code object. The C++ backward implementation uses it to
+# recognize them. If all gradients are already contiguous, it skips the wrapper and calls
 # `__wrapped__` directly.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__

@@ -1,8 +1,7 @@
 """Save structures for the backward pass.
 
-Autograd must own saved tensors, so we pass the tensors to `ctx.save_for_backward`. What remains of
-the value is a *template*, with placeholders in place of the tensors, which we store as an attribute
-of `ctx`.
+Autograd must own saved tensors, so we pass the tensors to `ctx.save_for_backward`. The rest of the
+value becomes a *template* with placeholders for the tensors, stored as an attribute of `ctx`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _TENSOR = object()
 _TEMPLATES = "_torchop_templates"
 
 
-# Values of these types are saved unchanged. We check for them first because most values need no
-# further inspection then, which keeps saving fast.
+# Values of these types are saved unchanged. Most saved values have one of them, so check for these
+# types first.
 _PLAIN = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device})
-# Maps dataclasses to their field names. The keys are weak references, so that classes can be freed.
+# Maps dataclasses to their field names. Weak keys allow the classes to be freed.
 _names: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -34,7 +33,7 @@ class _Object(NamedTuple):
 
 
 def save(ctx: Any, values: Iterable[Any]) -> None:
-    """Save values, including structures, so that `saved` can return them."""
+    """Save values, including structures, to be returned by `saved`."""
     tensors: list[Any] = []
     templates = [_template(value, tensors) for value in values]
     is_plain = all(template is _TENSOR for template in templates)
@@ -81,8 +80,7 @@ def _filled(template: Any, tensors: Iterator[Tensor]) -> Any:
         fields = [_filled(field, tensors) for field in template.fields]
         if issubclass(template.cls, tuple):
             return template.cls(*fields)
-        # Skip __init__, because it may validate the values, which were already valid when they were
-        # saved.
+        # Skip __init__. It may validate the values, but they were already valid when saved.
         value: Any = object.__new__(template.cls)
         for name, field in zip(template.names, fields, strict=True):
             object.__setattr__(value, name, field)

@@ -1,4 +1,4 @@
-"""Variants in which two arguments of a call share memory."""
+"""Variants of a call with two arguments that share memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def one_view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy both tensors into one buffer so that they overlap, and return the copies.
+    """Copy both tensors into one buffer, with an overlap, and return the copies.
 
-    The second copy starts one element after the first. The first tensor is copied last, so the
-    overlapping part holds its elements.
+    The second copy starts one element after the first. The first tensor is copied last and
+    overwrites the overlapping part.
     """
     size = max(first.numel(), second.numel() + 1) + GUARD
     memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
@@ -75,7 +75,7 @@ _WORDS: dict[Sharing, str] = {
 def shared(
     sharings: Sequence[Sharing], with_written: bool, subject: Subject, example: Example
 ) -> Iterator[Case]:
-    """Yield cases in which two tensors of the example share memory.
+    """Yield cases where two tensors of the example share memory.
 
     With `with_written`, the operator writes to one of the two tensors; otherwise it reads both.
     """

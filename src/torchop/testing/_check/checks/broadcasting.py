@@ -1,4 +1,4 @@
-"""Generate calls in which one argument of an elementwise operator is broadcast."""
+"""Generate calls that broadcast one argument of an elementwise operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop.testing._check.subject import Subject
 
 
 def broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
-    """Yield examples in which one tensor is broadcast along one or more dimensions."""
+    """Yield examples that broadcast one tensor along one or more dimensions."""
     tensors = example.tensors
     if len(tensors) < 2:
         return
@@ -43,7 +43,7 @@ def broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example
 
 
 def _broadcast_shape(subject: Subject, example: Example) -> tuple[int, ...] | None:
-    """Return the shape to which an operator broadcasts the tensors of an example.
+    """Return the shape that the tensors of an example broadcast to.
 
     The shape has at least two dimensions. Return None unless the operator is elementwise, i.e.
     slicing the broadcast tensors gives the same slices of the results.
@@ -82,7 +82,7 @@ def _last_of(shape: Sequence[int], dim: int, tensor: Tensor) -> Tensor:
 
 
 def _reduced(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Slice a tensor down to `shape`, which broadcasts to the original shape."""
+    """Slice a tensor down to `shape`, a shape that broadcasts to the original one."""
     missing = tensor.dim() - len(shape)
     for _ in range(missing):
         tensor = tensor[0]
