@@ -1,4 +1,4 @@
-"""Faulty operators that fail only for rare sizes, layouts, values or dtypes."""
+"""Faulty operators that fail only for rare sizes, layouts, values or dtypes, or after an error."""
 
 from __future__ import annotations
 
