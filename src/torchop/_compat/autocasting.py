@@ -30,7 +30,7 @@ def is_enabled_for(device_type: str) -> bool:
 
 
 def state() -> State:
-    """Return this thread's autocast state. A device with an excluded key counts as disabled."""
+    """Return this thread's autocast state. Devices with an excluded autocast key are disabled."""
     # Compiled autograd traces this function, and Dynamo cannot trace `device_types`.
     names = _FIRST_NAMES if torch.compiler.is_dynamo_compiling() else device_types()
     return tuple(
@@ -49,7 +49,8 @@ _of_kernel = _OfKernel()
 def disabled(device_type: str, key: str) -> contextlib.AbstractContextManager[None]:
     """Disable autocast for a device. `key` is its autocast dispatch key, such as "AutocastCPU"."""
     keys = dispatch.without_keys(key)
-    # Only the handlers of dispatch modes read `_of_kernel`, so set it only if a mode is active.
+    # Dispatch modes read the kernel's autocast state from `_of_kernel`, so set it only if a mode is
+    # active.
     return _disabled(device_type, keys) if dispatch.dispatch_modes_are_active() else keys
 
 

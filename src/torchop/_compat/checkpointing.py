@@ -35,7 +35,7 @@ def selective_checkpointing_is_active() -> bool:
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
-    """Make a checkpointed region save the results of all nodes traced in this block."""
+    """Make an enclosing checkpointed region save the results of all nodes traced in this block."""
     with traced_nodes() as nodes:
         yield
     for node in nodes:
@@ -91,7 +91,7 @@ def traced_nodes(proxy_mode: Any = None) -> Iterator[list[torch.fx.Node]]:
 
 
 def policy_of_region(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return the checkpoint policy's decision for a call, or None outside of a region."""
+    """Return the policy of the enclosing checkpointed region for a call, or None outside of one."""
     modes = reversed(_get_current_dispatch_mode_stack())
     mode: Any = next((mode for mode in modes if isinstance(mode, POLICY_MODES)), None)
     return None if mode is None else mode.policy_fn(new_context(), op, *args, **kwargs)

@@ -73,8 +73,8 @@ def forget(names: Iterable[Name]) -> None:
 def refuse_running(names: Iterable[Name]) -> None:
     """Raise if this thread is inside a call to an operator and the extension is not loaded.
 
-    The extension keeps the memory of a running call alive. Without the extension, PyTorch would
-    free memory that the call still reads.
+    torchop's C++ extension keeps the memory of a running call alive. Without the extension, PyTorch
+    would free memory that the call still reads.
     """
     if _hooks.extension.Operator is not None:
         return

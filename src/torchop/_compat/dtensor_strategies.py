@@ -54,9 +54,10 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 
 
 def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
-    """Return the combinations of rows that DTensor could choose, or [] if none is possible.
+    """Return the combinations of rows that DTensor could choose for a call, one row per dimension.
 
-    `choices` lists, for each mesh dimension, the rows that a combination may use.
+    `choices` lists, for each mesh dimension, the rows (placements of all tensors) to choose from.
+    Return [] if no combination is possible.
     """
     combinations = list(itertools.product(*choices))
     masks = [[inputs.redistributed(dim, row) for row in rows] for dim, rows in enumerate(choices)]
@@ -278,7 +279,7 @@ def _mesh(op: OpOverload, strategies: Sequence[Any]) -> Any:
 def _choices(
     call: Call, inputs: Inputs, rows: Sequence[Row], redistributable: Redistributable
 ) -> list[list[Row]]:
-    """Return the rows that a strategy may use on each mesh dimension.
+    """Return the rows (placements of all tensors) that a strategy may use on each mesh dimension.
 
     A row is left out if it would redistribute a tensor with fixed placements. Tensors that the
     operator writes to are fixed, because a write to a redistributed copy would not change the
@@ -304,7 +305,7 @@ def _choices(
 
 
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
-    """Yield each row unchanged, and then again with `_StridedShard` in place of `Shard`.
+    """Yield each row of placements unchanged, and then with `_StridedShard` in place of `Shard`.
 
     `current` contains the current placements of the inputs. The second form is yielded for each
     split factor in `current`, so that strided shards among the inputs need not be redistributed.

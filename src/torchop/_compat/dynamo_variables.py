@@ -99,7 +99,7 @@ def _handle_builder() -> Any:
     return build
 
 
-# Stands for each tensor of a traced call.
+# Takes the place of each tensor when the arguments of a traced call are checked.
 _TENSOR = torch.empty(0)
 
 

@@ -35,7 +35,7 @@ def active_fake_mode() -> Any | None:
 
 
 def without_new_symbols(mode: Any) -> contextlib.AbstractContextManager[None]:
-    """Discard a fake kernel's new unbacked symbols, so that the results need not use them."""
+    """Discard new unbacked symbols, so that PyTorch does not raise if no result uses them."""
     shape_env = mode.shape_env
     if shape_env is None:
         return contextlib.nullcontext()
@@ -218,7 +218,8 @@ _PHRASES = (
 def reads_data(error: Exception, op: OpOverload | None) -> bool:
     """Return whether `error` was raised because code read the data of a fake or batched tensor.
 
-    Returns False if FakeTensorMode rejected `op` itself because of its data-dependent output.
+    Returns False if FakeTensorMode rejected the call to `op` itself, because its output is
+    data-dependent.
     """
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         return getattr(error, "func", None) is not op

@@ -20,7 +20,7 @@ _OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "quantized", "
 
 
 def check_results() -> None:
-    """Add the checks to programs that are compiled from now on."""
+    """Check operators' results in all programs that Inductor compiles from now on."""
     import_hooks.when_imported(_IR, _connect)
 
 

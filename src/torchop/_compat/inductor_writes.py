@@ -37,7 +37,7 @@ _waiting: set[str] = set()
 
 
 def register_lowerings(qualname: str) -> None:
-    """Register the lowering of an operator that mutates arguments, once Inductor is imported."""
+    """Fix the lowering of an operator that mutates arguments, once Inductor is imported."""
     _waiting.add(qualname)
     if len(_waiting) == 1:
         import_hooks.when_imported(_LOWERING, _register_waiting)

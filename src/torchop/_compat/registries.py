@@ -104,7 +104,7 @@ def fake_functions(qualname: str) -> list[Callable[..., Any]]:
 
 
 class DefaultRule(functools.partial[Any]):
-    """A rule that torchop registers by default. Any other registration replaces it."""
+    """A torch_dispatch rule that torchop registers by default. Any other rule replaces it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function  # `func` may differ, because `partial` unwraps another `partial`

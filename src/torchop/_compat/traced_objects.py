@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from torchop._compat.classes import FakeScriptObject
 
-# The attribute of a class that stores the class of its traced objects.
+# An opaque type stores the class of its traced objects in this attribute.
 _CLASS = "_torchop_traced"
-# Classes whose objects may be replaced with traced objects. Objects of all other classes are kept,
-# because PyTorch may need them.
+# Classes whose objects may be replaced with traced objects (stand-ins without contents). Objects of
+# all other classes are kept, because PyTorch may need them.
 _replaceable: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -26,7 +26,7 @@ def register(cls: type) -> None:
 
 
 def is_replaceable(cls: type) -> bool:
-    """Return whether torchop may replace objects of this class."""
+    """Return whether torchop may replace objects of this class with stand-ins in a trace."""
     return not issubclass(cls, TracedObject) and any(base in _replaceable for base in cls.__mro__)
 
 
@@ -67,7 +67,7 @@ def _no_value(value: Any, name: str) -> AttributeError:
 
 
 def make(cls: type) -> Any:
-    """Return a new traced object of a class, or raise TypeError if Python cannot create one."""
+    """Return a stand-in for objects of a class, or raise TypeError if Python cannot create it."""
     found = cls.__dict__.get(_CLASS)
     if found is None:
         names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}

@@ -17,7 +17,7 @@ from torchop._schema.schema import Schema
 
 
 class Checker(Protocol):
-    """Wraps the functions in a call plan, so that calls inside a `checking` block are checked."""
+    """Wraps kernels and formulas, so that calls inside a `checking` block are checked."""
 
     def kernel(
         self,
@@ -57,7 +57,7 @@ def set_checker(new: Checker | None) -> None:
 
 
 def recompile_for_checking(plan: _Plan) -> None:
-    """Have `plan` invalidated whenever checking starts or stops.
+    """Register a call plan to be invalidated whenever checking starts or stops.
 
     The plan is stored as a weak reference, so this does not keep it alive.
     """

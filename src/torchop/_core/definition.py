@@ -51,7 +51,7 @@ class CompiledRule(Generic[Compiled]):
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
         """Set attributes of the rule, and call `install` to add any missing dispatcher kernels.
 
-        If `install` raises, restore the attributes and remove the rows that it added to the table.
+        If `install` raises, restore the attributes and remove the kernels that it registered.
         Another thread's call may reach a new dispatcher kernel before this method returns. This is
         safe: the call has to wait for `registration_lock` before it can publish a new plan, so it
         never sees a partial update.
@@ -90,7 +90,7 @@ class CompiledRule(Generic[Compiled]):
         yield from ()
 
     def compile(self) -> Compiled:
-        """Return the data that calls need, for the immutable call plan."""
+        """Return the data that calls read, which becomes a part of the immutable call plan."""
         raise NotImplementedError
 
     def kernels(self) -> Collection[str | None]:

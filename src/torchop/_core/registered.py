@@ -125,8 +125,8 @@ class Registrations:
     def remove_new(self, before: Collection[Key]) -> None:
         """Remove the rows that a failed registration added, i.e. all rows not in `before`.
 
-        Kernels without `remove` stay registered. This is harmless, because they read the rules in
-        each call.
+        Kernels without a function `remove` stay registered. This is harmless, because they read the
+        rules in each call.
         """
         for key in self:
             if key not in before and self._rows[key].remove is not None:
@@ -154,8 +154,8 @@ def registrations_of(library: torch.library.Library, name: object) -> Registrati
         table = tables.get(str(name))
         if table is None:
             table = Registrations(str(name))
-            # Do this first. Even if Ctrl-C interrupts us here, closing the library then closes this
-            # table.
+            # Register this hook first. Even if Ctrl-C interrupts us here, closing the library then
+            # closes this table.
             libraries.on_close(library, table.close)
             tables[str(name)] = table
         return table

@@ -68,7 +68,7 @@ class TensorRecord(NamedTuple):
 
 
 class TypeRecord(NamedTuple):
-    """Stands for an argument with only its type recorded, so no example can be created.
+    """An argument of which only the type was recorded, so no example can be created.
 
     Attributes:
         name: the name of the type, such as `"torch._C.Generator"`, or the kind of the tensor, such
@@ -217,7 +217,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor that `TensorRecord` does not support, and "" otherwise."""
+    """Return the kind of a tensor if `TensorRecord` does not support it, and "" otherwise."""
     if type(tensor) not in _TENSORS:
         return _name_of(type(tensor))
     if tensor.is_quantized:

@@ -108,12 +108,11 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def may_change_objects(schema: Schema, *, also_generators: bool = False) -> bool:
-    """Return whether an operator may change an object, and PyTorch would respect the effect.
+    """Return whether an operator needs an effect because it may change an object argument.
 
-    PyTorch ignores the effects of operators that mutate or alias an argument, so the result is
-    False for these operators. Generators count only if `also_generators` is true, because PyTorch's
-    own random operators have no effect either, and an effect would rule out `vmap` and derived
-    formulas.
+    Return False if the operator mutates or aliases an argument, because PyTorch ignores effects of
+    such operators. Generators count only if `also_generators` is true, because PyTorch's own random
+    operators have no effect either, and an effect would rule out `vmap` and derived formulas.
     """
     types = schema.object_types
     if not types or schema.is_mutable or schema.is_view:

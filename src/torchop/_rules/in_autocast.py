@@ -150,7 +150,7 @@ class _Call(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        # Leave out an empty list of objects, because torch.export cannot store it.
+        # Leave out an empty list of objects, because torch.export cannot serialize it.
         return tuple(self) if self.objects else tuple(self)[:-1]
 
 
@@ -332,7 +332,7 @@ _TAGS = {"random": Tag.nondeterministic_seeded, "unsafe": Tag.cudagraph_unsafe}
 
 
 def _define() -> dict[tuple[bool, bool, frozenset[Tag]], OpOverload]:
-    """Define an overload for each combination of mutation, effect and tags."""
+    """Define the overloads of `in_autocast`, one per combination of mutation, effect and tags."""
     found = {}
     for is_in_place, has_effect, *has_tags in itertools.product((False, True), repeat=4):
         if is_in_place and has_effect:  # operators that mutate arguments have no effect

@@ -79,7 +79,7 @@ class InliningRule(CompiledRule["Inlined | None"]):
     inlined: Inlined | None = None
 
     def disable(self) -> None:
-        """Disable inlining, because the user is registering a rule for FunctionalTensorMode."""
+        """Disable inlining, because the user's own rule for FunctionalTensorMode replaces it."""
         self.inlined = None
 
     def cache_parts(self) -> Iterator[object]:
@@ -122,7 +122,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule for FunctionalTensorMode to inline calls if the operator is declared as inlined.
+    """If an operator is declared as inlined, wrap its FunctionalTensorMode rule to inline calls.
 
     Calls that must not be inlined use the wrapped rule `opaque`, which records a call to the
     operator in the graph.
@@ -169,10 +169,10 @@ def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
 def _hook(
     definition: Definition, inlined: Inlined, opaque: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a rule for FunctionalTensorMode that inlines calls.
+    """Return a rule for FunctionalTensorMode that traces into the operator's kernel.
 
-    The rule traces the operator's kernel, but passes calls that must not be inlined to `opaque`,
-    which records a call to the operator instead.
+    Calls that must not be inlined are passed to `opaque`, which records a call to the operator
+    instead.
     """
     schema, body = definition.schema, _traceable(definition, inlined)
     check_result = result_check(schema.returns)

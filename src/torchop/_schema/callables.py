@@ -47,7 +47,7 @@ def check_no_generator(what: str, function: Callable[..., Any], schema: Schema |
 def accepts(
     function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> bool:
-    """Return whether a function can be called like this, or True if it has no signature."""
+    """Return whether a function accepts these arguments, or True if it has no signature."""
     positional, keywords = tuple(positional), tuple(keywords)
     names = _plain_parameters(function)
     if names is not None and len(names) == len(positional) + len(keywords):

@@ -39,7 +39,7 @@ class Convention:
         return function
 
     def of_tensors(self, values: Mapping[str, Any], /) -> dict[str, Any]:
-        """Convert a dict by parameter to a dict by tensor argument of the schema."""
+        """Convert a dict keyed by parameter to a dict keyed by the schema's tensor arguments."""
         return dict(values)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:

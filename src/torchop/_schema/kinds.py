@@ -158,7 +158,7 @@ def is_object(kind: Kind) -> bool:
 
 
 def is_by_reference(schema_type: str) -> bool:
-    """Return whether a schema type is that of objects passed by reference, or lists of these."""
+    """Return whether a schema type stands for objects passed by reference, or lists of them."""
     return opaque_types.names_reference(schema_type.rstrip("?[]"))
 
 

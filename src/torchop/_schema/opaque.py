@@ -255,9 +255,9 @@ def _written(value: Any, where: str, names: dict[str, Any]) -> str:
     )
 
 
-# In expressions, we call these functions instead of naming torch.float32 and the like directly.
-# PyTorch renames imports from its own modules (`add_global` in torch/fx/graph.py), so the
-# expression would no longer find the name.
+# In the expressions of `_write_dataclass`, we call these functions instead of naming torch.float32
+# and the like directly. PyTorch renames imports from its own modules (`add_global` in
+# torch/fx/graph.py), so the expression would no longer find the name.
 
 
 def constant_of_torch(name: str) -> Any:

@@ -135,7 +135,7 @@ def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...
 def rows_of_recorded(
     recorded: Recorded, patterns: tuple[str, ...]
 ) -> tuple[torchop.AcceleratedOperator, ...]:
-    """Return a row for each operator in a recording, even if it is not registered."""
+    """Return a table row for each recorded operator, even if it is not registered."""
     names = [op for op in recorded if any(is_match(OpName.parse(op), p) for p in patterns)]
     rows = {row.op: row for row in (rows_of(tuple(names)) if names else ())}
     missing = "it is not registered here; import the module that registers it, with --report"

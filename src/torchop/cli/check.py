@@ -194,8 +194,8 @@ def _with_examples(
 ) -> tuple[list[str], list[str]]:
     """Return the operators that have examples, and messages about operators that have none.
 
-    As a side effect, this validates the command-line options by using them for the first operator
-    that has examples, and raises ClickException if an option is invalid.
+    This also plans the checks of the first operator that has examples, to raise a ClickException
+    early if a command-line option is invalid.
     """
     values = {}
     for name in set(_MAPPINGS) & options.keys():

@@ -30,7 +30,7 @@ PREBUILT = Path(__file__).parents[1] / "prebuilt"
 # which is not trusted.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL = "torchop-native"
-# The environment variable that names a folder chosen by the user, which is searched first.
+# The environment variable with a folder to search for the extension before all others.
 CHOSEN = "TORCHOP_NATIVE_DIR"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 
@@ -51,7 +51,7 @@ class Place(NamedTuple):
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
     def remedy(self) -> str | None:
-        """Return how to fix a selected folder or a wheel, or None for other places."""
+        """Return how to get a usable extension from TORCHOP_NATIVE_DIR or the wheel, else None."""
         if self.name == CHOSEN:
             return f"`python -m torchop build --out {self.folder}` compiles it"
         if self.name == WHEEL:
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 
 def places(recipe: Recipe) -> list[Place]:
-    """Search for a file with the recipe's key in all folders, in order of preference."""
+    """Search all folders for a compiled extension with this key, in order of preference."""
     trusted = [("package", PREBUILT)]
     wheels = [folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS)]
     installed = [folder for folder in wheels if folder.is_dir()]

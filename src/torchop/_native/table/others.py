@@ -234,7 +234,10 @@ def _by_dispatcher(name: str, form: str, result: Any) -> Any:
 
 @functools.cache
 def _identity(form: str) -> Callable[[], Any]:
-    """Define an operator that has the return types in `form` and returns `_passing.result`."""
+    """Define an operator with the return types in `form`, which returns `_passing.result`.
+
+    When the operator is called, the dispatcher checks and converts this result.
+    """
     library, local = process_library(_NAMESPACE), f"as_{next(_numbers)}"
     libraries.define(library, f"{local}() -> {form}", ())
     libraries.implement(library, local, "CompositeExplicitAutograd", lambda: _passing.result)

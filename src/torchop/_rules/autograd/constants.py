@@ -63,7 +63,7 @@ class Computed(NamedTuple):
     operands: Mapping[int, int] = {}
 
     def guarded(self, op: object, ctx: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Make a double backward raise if it differentiates tensors from `setup_context`."""
+        """Replace tensors that `setup_context` computed, to raise if they are differentiated."""
         if len(tensors) != self.size or not self.saved:
             return tensors
         return tuple(
@@ -76,8 +76,8 @@ class Computed(NamedTuple):
         edges = (node for node, _ in ctx.next_functions if node is not None)
         needed = dict(zip((n for n, flag in enumerate(flags) if flag), edges, strict=False))
         sources = operands & needed.keys()
-        # Skip tensors that require grad: `setup_context` computes none of them, and a residual that
-        # requires grad is already guarded.
+        # Skip tensors that require grad: `setup_context` runs without autograd, so it computes none
+        # of them, and a residual that requires grad is already guarded.
         if not sources or not isinstance(tensor, Tensor) or tensor.requires_grad:
             return tensor
         raw = autograd.raw_saved_tensors(ctx) if self.operands else ()
@@ -145,7 +145,7 @@ def find_computed(
 
 
 class ComputedAttribute:
-    """A descriptor that guards an attribute of `ctx` like a saved tensor.
+    """A descriptor that raises if a double backward differentiates an attribute of `ctx`.
 
     The descriptor is set on the class of `ctx`, and the value is stored in the `__dict__` of `ctx`.
     """

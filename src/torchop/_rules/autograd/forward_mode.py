@@ -106,7 +106,8 @@ def differentiate(
 ) -> Any:
     """Run a call whose inputs have tangents, and return dual tensors.
 
-    The call must not record a gradient.
+    If the call also needs a gradient, the operator's `autograd.Function` must compute the tangents
+    instead.
     """
     inputs, keywords = definition.schema.fill_defaults(args, kwargs)
     layout = input_layout(definition, inputs)

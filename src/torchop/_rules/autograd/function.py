@@ -217,9 +217,9 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             gradients.check_fit(definition, flat, inputs, ctx)
         return flat
 
-    # `make_backward` is called twice. Compiled autograd traces the backward that uses
-    # `are_plain_in_python`, so this one must not call C++ code. The autograd engine runs the other
-    # backward, or its implementation in C++.
+    # `make_backward` is called twice. Compiled autograd traces the backward with
+    # `are_plain_in_python`, which therefore must not call C++ code. The autograd engine runs the
+    # backward with the C++ check, or an implementation entirely in C++.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output
@@ -360,8 +360,8 @@ def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     # operator `name__with_residuals` raises if a residual is differentiated.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
-    # `guard` replaces the residuals. For calls that ran in C++, it is stored in the attribute
-    # `non_differentiable`.
+    # `guard` replaces the residuals (kernel outputs that only the backward pass uses). For calls
+    # that ran in C++, it is stored in the attribute `non_differentiable`.
     guard = ctx._torchop_guard or ctx.non_differentiable
     tensors = guard(ctx, tensors) if guard else tensors
     definition, formula = ctx._torchop_operator

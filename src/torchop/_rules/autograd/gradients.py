@@ -26,7 +26,7 @@ _PLAIN = frozenset({Tensor, type(None)})
 def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
     """Return whether `gradients` is a tuple of `count` items, each a plain Tensor or None.
 
-    The C++ function `are_plain` also compares the shapes of the gradients with the inputs of the
+    The C++ function `are_plain` also checks the shapes of the gradients against the inputs of the
     autograd node `ctx`. While tracing, `ctx` is not a node, so this function is used instead.
     """
     return (

@@ -53,8 +53,9 @@ class FakeCache:
 
         def run_and_update() -> Any:
             output = run()
-            # The fake kernel itself may change a variable that the digest covers, such as a list of
-            # its calls. Its code has not changed in this case, so keep the cache.
+            # The fake kernel itself may change a variable that is part of the version, such as a
+            # list of its calls. Update the version, so that this does not look like changed code
+            # and clear the cache.
             self._version = self._current_version()
             return output
 
@@ -90,8 +91,8 @@ def cache_for(
         or any("__torch__" in a.kind or "Generator" in a.kind for a in schema.arguments)
     ):
         return None
-    # A declared fake kernel without a function for the shape needs no cache, because it takes less
-    # time than a lookup.
+    # A fake kernel that was declared with options such as `like`, but without a `shape` function,
+    # needs no cache, because running it takes less time than a lookup.
     functions = getattr(function, "shapes", (function,) if is_pure else ())
     return FakeCache(functions, is_pure=is_pure) if functions else None
 

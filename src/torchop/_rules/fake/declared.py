@@ -16,8 +16,8 @@ from torchop._errors import FakeKernelError, RuleSignatureError, short_repr
 from torchop._schema.callables import check_callable
 from torchop._schema.schema import Argument
 
-# The types of the options of `register_fake`. Each option is a single value for an operator with
-# one output, and a sequence with one entry per output otherwise.
+# The types of the options of `register_fake`. For an operator with one output, each option is a
+# single value. For several outputs, it is a sequence with one entry per output.
 Like = str | Sequence["str | None"] | None
 Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
 DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None
@@ -64,9 +64,9 @@ def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Ou
 
 
 class DeclaredFake(functools.partial[Any]):
-    """A fake kernel created from a declaration.
+    """A fake kernel created from the options of `register_fake`, such as `like` and `shape`.
 
-    The declaration is stored in the arguments of this partial, which are part of the cache keys of
+    The options are stored in the arguments of this partial, which are part of the cache keys of
     compiled graphs.
     """
 

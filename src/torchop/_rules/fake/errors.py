@@ -46,7 +46,7 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
         "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
     )
     if isinstance(error, fake_tensors.DATA_DEPENDENT_ERRORS):
-        # Keep the type of the exception, because Dynamo turns exceptions of these types into graph
+        # Keep the type of the exception, because Dynamo turns data-dependent errors into graph
         # breaks.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)

@@ -76,9 +76,9 @@ def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
     if functional.is_finding_mutations():
         name = op_name(op, "torch.compile")
         schema = find_schema(name)
-        # Operators of `custom_op` have this kernel already. For other operators, register it only
-        # now, because registering it earlier would create an OpOverload when the operator is
-        # defined.
+        # Operators defined with `custom_op` have this kernel already. For other operators, register
+        # it only now, because registering it earlier would create an OpOverload when the operator
+        # is defined.
         if own_definition(op, name) is None:
             install(op, schema)
         for argument, value in passed(schema.mutated_places, args, kwargs):

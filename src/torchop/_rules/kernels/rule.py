@@ -207,7 +207,7 @@ class KernelRule(CompiledRule[Kernels]):
         return [installed.get(key, device) for key, device in keys.items()], install
 
     def installed(self) -> dict[Key, str | None]:
-        """Map each dispatch key with a kernel of this rule to the kernel's key in `registered`."""
+        """Return each dispatch key with a kernel of this rule, and the kernel's device type."""
         registered = self.definition.registered
         places = {key: place_of(registered.kernel(key)) for key in registered}
         return {key: place[1] for key, place in places.items() if place is not None}

@@ -36,7 +36,7 @@ _MOST_KEYS = 4096
 
 
 class Candidate(NamedTuple):
-    """An entry of an order of providers.
+    """An entry in the order in which calls try an operator's providers.
 
     Attributes:
         select: a function that returns the kernel for a call, or None if this candidate does not
@@ -237,7 +237,7 @@ class Choice:
         return chosen, reasons, self._prepared(resolved.settings, Selected(chosen, function))
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function | None:
-        """Return the provider's kernel for a compiler to inline, or None for the reference."""
+        """Return the provider's kernel that compilers inline, or None for the reference kernel."""
         resolved = self._current()
         self._report_unsupported(resolved)
         name, function = resolved.select(args, kwargs, is_traced=True)[0]
@@ -344,7 +344,7 @@ class Choice:
         return raise_error
 
     def _report_unsupported(self, resolved: Resolved) -> None:
-        """Report the candidates that cannot run any call."""
+        """Report the providers in the order that cannot run any call."""
         unsupported = (each for each in resolved.candidates if each.select is None)
         self._report(resolved, {each.name: each.declined for each in unsupported})
 

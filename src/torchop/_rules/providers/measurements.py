@@ -159,7 +159,7 @@ def _checked(value: Any, kind: type) -> Any:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock a table inside a `with` block, so that no other process can update it in the meantime.
+    """Lock a table of measurements, so that no other process can update it in a `with` block.
 
     This locks the folder, because a lock on the table's file would be lost when `write` replaces
     the file, and a separate lock file would be left behind in the folder.

@@ -128,8 +128,8 @@ _blocks_were_opened = False
 
 
 # The kernel rules of operators that have or had providers. When an order of providers changes,
-# `outdate_plans` invalidates the call plans of these operators, so that later calls follow the new
-# order.
+# `outdate_plans` invalidates the call plans (compiled rules) of these operators, so that later
+# calls follow the new order.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 

@@ -59,7 +59,10 @@ def add(new: Sequence[Measurement]) -> None:
 
 
 def forget() -> None:
-    """Make later calls read the files again. The caller must hold `registration_lock`."""
+    """Clear the caches, so that later calls read the measurements from the files again.
+
+    The caller must hold `registration_lock`.
+    """
     _read.cache_clear()
     known.cache_clear()
     priority.outdate_plans()

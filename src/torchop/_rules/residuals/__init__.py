@@ -23,7 +23,10 @@ def declare_residuals(name: OpName, returned: Any, types: Mapping[str, Any] | No
 
 
 def residual_count(op: OpLike) -> int:
-    """Return how many residuals an operator has. Each tensor in a structure counts separately."""
+    """Return an operator's number of residuals (kernel outputs for the backward pass).
+
+    Each tensor in a structure counts separately.
+    """
     definition = own_definition(None, op_name(op, "residual_count"))
     declared = None if definition is None else definition.declaration.residuals
     return 0 if declared is None else len(declared.schema.returns)

@@ -369,9 +369,9 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 
 def _gradient_leaves(node: Node, annotation: Any) -> set[str] | None:
-    """Return the names of the leaves whose gradients an annotation contains.
+    """Return the names of the tensors in a structured argument whose gradients an annotation has.
 
-    Return None if the annotation cannot contain the gradients of an argument with this node.
+    `node` describes the structure of the argument. Return None if the annotation does not fit it.
     """
     annotation, _ = types.strip_optional(annotation)
     node = node.inner if isinstance(node, Maybe) else node

@@ -103,7 +103,7 @@ class WithResiduals(HelperOperator):
         return save
 
     def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
-        """Store on `ctx` the positions of the residuals among the saved tensors."""
+        """Store on `ctx` which saved tensors are residuals (kernel outputs for the backward)."""
         # Compare storages, because a saved tensor may be a view of a residual. Inside a functorch
         # transform, tensors have no storage, so compare the tensor objects instead.
         memory = id if functorch.is_active() else storage_of

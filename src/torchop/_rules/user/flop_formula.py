@@ -42,7 +42,8 @@ class _FlopFormulaRule(Rule[Count]):
 
     def attach(self, op: OpOverload) -> None:
         def count(*call: Any) -> Any:
-            # A mode that was entered before the operator was deregistered may still call this.
+            # A mode that was entered before the operator was deregistered may still call this
+            # function.
             return 0 if torch_ops.is_deregistered(op) else self.lookup(op)(*call)
 
         if not flop_counter.add_count(op, count):

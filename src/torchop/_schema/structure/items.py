@@ -67,7 +67,10 @@ class Items(Node):
         source.line(f"{variables[self._static.name]} = {keys}, tuple({entries})")
 
     def _collect(self, source: Source, leaf: Leaf, name: str, tensors: str) -> str:
-        """Emit code that collects a leaf's tensors, and return an expression for its entry."""
+        """Emit code that adds the tensors in one field of an item to the list `tensors`.
+
+        Return an expression for the field's entry in the static part: True, a length, or the value.
+        """
         if not leaf.is_tensor:
             return name
         if leaf.kind.schema == "Tensor[]":
@@ -97,7 +100,7 @@ class Items(Node):
         return ResultError(self._at(str(error), index))
 
     def _at(self, text: str, index: Any) -> str:
-        """Replace the `[*]` of this node in paths."""
+        """Replace `[*]`, which stands for every item of this list or dict, by an index or key."""
         return text.replace(f"{self.path}[*]", f"{self.path}[{index!r}]", 1)
 
     def rebuild(self, source: Source, variables: Variables) -> str:

@@ -100,7 +100,7 @@ def _container(annotation: Any) -> Container | None:
 
 
 def _items(annotation: Any, path: str, inside: tuple[Any, ...]) -> Items | None:
-    """Build the node of a list, tuple or dict whose items are described by no other node."""
+    """Build the node of a list, tuple or dict with items of another type, such as a structure."""
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is dict and args[0] is str:
         container: type = dict

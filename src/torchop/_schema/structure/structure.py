@@ -179,7 +179,7 @@ class Structure:
         return self.result.gather(dict(zip(self._flat, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """Split a value shaped like the author's result into one value per flat result."""
+        """Split a value shaped like the author's result into one value per result of the schema."""
         flat = self.result.spread(value, {})
         values = tuple(flat.get(name) for name in self._flat)
         return values[0] if len(values) == 1 else values
@@ -307,7 +307,7 @@ class Structure:
         return flat  # type: ignore[no-any-return]
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a fake kernel as in `kernel`, and also record the structure of its results."""
+        """Wrap a fake kernel as `kernel` wraps kernels, and record the structure of its results."""
         flat = self._binder("fake kernel")(function)
         decisions, names = self.decisions, [leaf.name for leaf in self.keyword_only]
         decisions.made.clear()  # another fake kernel made these decisions
@@ -324,7 +324,7 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The function that converts flat arguments to `(args, kwargs)` with objects."""
+        """The function that converts flat arguments to `(args, kwargs)`, with objects rebuilt."""
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
@@ -354,8 +354,8 @@ class Structure:
         if self.layouts is not None:
             number_of = source.object(self.layouts.number_of, "layout")
             statics = "".join(f"{variables[name]}, " for name in self._statics)
-            # The key includes the text of each number, because a number may be equal to one of
-            # another type or sign, such as 1 and 1.0.
+            # The key of a layout includes the text of each number, because a number may be equal to
+            # one of another type or sign, such as 1 and 1.0.
             text_of = source.object(repr)
             texts = "".join(
                 f"{text_of}({variables[static.name]}), "

@@ -25,7 +25,7 @@ from torchop.testing.process_state import forks, restored, seed_torch
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error, because the check does not fail)
-    """Raised to skip a check that cannot run, or a variant that does not apply to an example."""
+    """Raised to skip a check that cannot run, or a change that does not apply to an example."""
 
 
 class Refused(CannotCheck):
@@ -174,7 +174,7 @@ class Call:
         return probes.outcome_of_copies(self.op, *(self.example if example is None else example))
 
     def function(self) -> tuple[Any, list[Tensor]]:
-        """Return the call as a function of the tensors that require grad, along with these."""
+        """Return the call as a function of the tensors that require grad, and these tensors."""
         return probes.as_function(self.op, *self.example.copy())
 
     # Probes must change values through the following three methods, which apply the `valid`

@@ -260,8 +260,8 @@ def promotion(subject: Subject, example: Example) -> Cases:
         yield Case(f"{name} in {dtype}", example.replace(place, tensor.to(dtype)))
         if not probes.is_plain(tensor) or not tensor.dim():
             continue
-        # PyTorch has different type promotion rules for tensors without dimensions, so try one,
-        # too.
+        # PyTorch has different type promotion rules for tensors without dimensions, so also try one
+        # of these.
         scalar = tensor.flatten()[:1].sum().to(dtype)
         changed = example.replace(place, scalar)
         if subject.refusal(changed) is None and subject.has_fake_sizes(changed):

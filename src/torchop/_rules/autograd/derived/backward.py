@@ -89,11 +89,11 @@ class DerivedFormula(Formula):
         return result, state.packed if is_needed else None
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
-        """Inline a call into the graph, if its gradients are the same as in eager mode.
+        """Inline the operator's body into the graph if the gradients match those of eager mode.
 
-        Record the call as usual, by returning NotImplemented, if an output has no autograd history
-        or an input affects no output. The derived formula then raises GradientError, or returns a
-        gradient of zero.
+        They differ if an output has no autograd history (the derived formula raises GradientError)
+        or if an input affects no output (the formula returns a gradient of zero). In these cases,
+        return NotImplemented, so that the call is recorded as usual.
         """
         self._check_no_effect()
         result = inlining.traced_above_autograd(self.definition, args, kwargs)
@@ -107,7 +107,7 @@ class DerivedFormula(Formula):
         return NotImplemented
 
     def _before_kernel(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the packed ambient state for a native call (run by C++ without the dispatcher).
+        """Return packed generator states and settings for a native call (without the dispatcher).
 
         While a CUDA graph is being captured, return NotImplemented to use the dispatcher instead,
         because only `run` checks that the body draws no random numbers.
@@ -124,10 +124,10 @@ class DerivedFormula(Formula):
         result: Any,
         packed: Tensor | None,
     ) -> None:
-        """Save the arguments and the packed ambient state on `ctx`.
+        """Save the arguments and the packed ambient state (e.g. generator states) on `ctx`.
 
-        A native call saves the state even if the kernel did not change it, because the body may
-        have drawn random numbers and then reset the generator.
+        A native call (without the dispatcher) saves the state even if the kernel did not change it,
+        because the body may have drawn random numbers and then reset the generator.
         """
         call, tensors = split_tensors(args, kwargs)
         # Do not replace missing gradients with zeros, because the backward skips outputs whose

@@ -61,8 +61,8 @@ class Rerun(NamedTuple):
             key = dispatch.dispatch_key_name(device_type)
         rule, kernel = self.definition.rule(KernelRule), kernel_at(key) or kernel_at(every)
         if rule.providers is not None or kernel is None:
-            # Kernels of providers may not be differentiable, so run the reference kernel. If there
-            # is no kernel, this runs the backend's fallback.
+            # Kernels of providers (alternative implementations) may not be differentiable, so run
+            # the reference kernel. If there is no kernel, this runs the backend's fallback.
             result = rule.run_reference(key, args, kwargs)
         else:
             result = kernel(*args, **kwargs)
@@ -206,7 +206,7 @@ def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[T
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
-    """Call `run`. If it fails because the operator's body is not differentiable, explain that."""
+    """Call `run`, and raise a clearer error if the operator's body is not differentiable."""
     try:
         return run()
     except RuntimeError as error:
@@ -251,8 +251,8 @@ class DependencyMode(TorchFunctionMode):
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
         # Maps each storage to the function that wrote to it in place without autograd.
         self._written: dict[int, str] = {}
-        # Set once data that depends on the inputs has reached another library: the name of the
-        # function where the data left autograd.
+        # The name of the function where data that depends on the inputs left autograd on its way to
+        # another library. None as long as no such data was exported.
         self._exported: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:

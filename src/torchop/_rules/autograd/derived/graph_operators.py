@@ -41,7 +41,8 @@ from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import with_keyword_only
 
-# If this value is passed as the argument `call_number`, `name__training` returns no ambient state.
+# If this value is passed as the argument `call_number`, `name__training` returns no ambient state
+# (the states of random number generators and settings).
 _WITHOUT_STATE = -1
 
 _IN_CUDA_GRAPH = (
@@ -138,8 +139,8 @@ class Training(HelperOperator):
         results = as_tuple(self.definition.schema, result)
         if is_without_state:
             return (*results, _no_state(values))
-        # The ambient state is a CPU tensor. But if the arguments are meta tensors, all results must
-        # be on the meta device.
+        # The last result, the packed generator states and settings, is a CPU tensor. But if the
+        # arguments are meta tensors, all results must be on the meta device.
         is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
         device = "meta" if is_meta else "cpu"
         return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))

@@ -45,7 +45,7 @@ _UNREADABLE = b"\0"
 
 
 class AmbientState(NamedTuple):
-    """The ambient state of a call, packed into a byte tensor.
+    """The generator states and settings during a call, packed into a byte tensor.
 
     If `is_plain` is true, autocast is disabled, and the default dtype and device are PyTorch's
     initial ones. If `is_captured` is true, the state of a generator could not be read, because a
@@ -139,7 +139,7 @@ def packed_size(values: Sequence[Any]) -> int:
 def replayed(
     definition: Definition, packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]
 ) -> Result:
-    """Call `run` in a saved ambient state and restore the current state afterwards.
+    """Call `run` with saved generator states and settings, and restore the current ones afterwards.
 
     If `packed` is None or empty, no state was saved, and `run` is called without autocast.
     """
@@ -201,7 +201,8 @@ def _is_readable(packed: Tensor) -> bool:
 def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
     if packed is None or not packed.numel():
         return (), _PLAIN
-    # Do not use PyTorch operators, because they may return tensors without data in a transform.
+    # Do not use PyTorch operators, because inside a torch.func transform, they may return tensors
+    # without data.
     data = _bytes(packed if _is_readable(packed) else packed.cpu().contiguous())
     parts, position = [], 0
     while position < len(data):

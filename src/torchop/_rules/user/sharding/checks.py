@@ -34,7 +34,8 @@ def preset(name: str, schema: Schema) -> Sharding:
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
     results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
     rule = Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
-    # One operand in brackets describes any number of residuals.
+    # One operand in brackets describes any number of residuals (kernel outputs for the backward
+    # pass).
     rule.residuals = (Operand(tuple(operand.split()), is_list=True),)
     return rule
 
@@ -85,7 +86,8 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
 def fits_residuals(rule: Sharding, count: int) -> bool:
     """Return whether a sharding rule has the right number of operands for the residuals.
 
-    There must be one operand for each residual, or a single operand in brackets for all residuals.
+    Residuals are kernel outputs that only the backward pass uses. There must be one operand for
+    each residual, or a single operand in brackets for all residuals.
     """
     operands = rule.residuals or ()
     return len(operands) == count or (count > 0 and [o.is_list for o in operands] == [True])

@@ -60,7 +60,7 @@ _RowsOfOrigin: TypeAlias = Callable[[Call], list[Row]]
 
 
 def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the functional operator's rows in which the result is placed like the first argument.
+    """Return the rows (ways to shard a call) that place the result like the first argument.
 
     An in-place operator returns its first argument, so the result must have the same placement.
     """
@@ -70,7 +70,7 @@ def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: C
 
 
 def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the functional operator's rows, extended by the placements of the outputs.
+    """Return the functional operator's rows (ways to shard a call), with the outputs' placements.
 
     Each output has the same placement as the result that is copied into it.
     """
@@ -87,9 +87,9 @@ def _number_of(op: OpOverload) -> str:
 
 
 def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows of `name`, with a replicated placement for the additional last result.
+    """Return the rows (ways to shard a call) of `name`, with the additional result replicated.
 
-    This result is the ambient state of the forward pass, such as the states of random number
+    This last result is the state of the forward pass, such as the states of random number
     generators.
     """
     if any("List[" in str(result.real_type) for result in origin._schema.returns):

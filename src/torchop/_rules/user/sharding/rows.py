@@ -33,7 +33,7 @@ class _Dimensions(NamedTuple):
 def rows(
     op: str, rule: Sharding, arguments: Sequence[CallTensor], results: Sequence[Shape]
 ) -> list[Row]:
-    """Return the rows that a sharding rule allows for a call.
+    """Return the rows, i.e. the ways to shard a call, that a sharding rule allows.
 
     The first row replicates all tensors, and every other row either shards one dimension or uses
     the linearity of the operator.

@@ -29,9 +29,9 @@ def only(op: OpOverload, name: str) -> priority:
 
 
 def in_order(orders: Any) -> priority:
-    """Return a `torchop.priority` block with these orders of providers, and no restrictions.
+    """Return a `torchop.priority` block that sets these orders of providers.
 
-    The block also lifts the restrictions of enclosing blocks, such as `deterministic_only`.
+    The block lifts the restrictions of enclosing blocks, such as `deterministic_only`.
     """
     return priority(orders, strict=False, batch_invariant_only=False, deterministic_only=False)
 

@@ -147,8 +147,8 @@ def last_slopes_are_right(call: Call) -> None:
     ends = [tensor.detach().flatten()[-7:] for tensor in inputs]
 
     def moved_ends(place: int) -> list[Tensor]:
-        # The function may have kinks at equal elements, like a maximum. So move each element by
-        # another distance.
+        # The function may have kinks at equal elements, like a maximum. So move each element by a
+        # different distance.
         return [
             (end + 0.01 * place * torch.linspace(1, 2, len(end)).to(end)).requires_grad_()
             for end in ends
@@ -264,7 +264,7 @@ def _of_other_values(subject: Subject, example: Example) -> Iterator[Case]:
 
 
 def _unequal(subject: Subject, example: Example) -> Iterator[Case]:
-    """Yield the cases of the variant `unequal` that both the kernel and the fake kernel accept."""
+    """Yield calls with non-square matrices that both the kernel and the fake kernel accept."""
     with contextlib.suppress(CannotCheck):
         for case in unequal(subject, example.map(torch.Tensor.detach)):
             changed = requiring_grad_as(case.example, example)
