@@ -82,7 +82,8 @@ def nodes_in(graph: GraphModule) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
-# Matches the first argument of `torchop::in_autocast`, which calls an operator by its name.
+# Finds the operator's name in the first argument of `torchop::in_autocast`, which calls an operator
+# by its name.
 CALLED_BY_NAME = re.compile(r"\('(\w+)::(\w+)(?:\.(\w+))?', \[")
 
 

@@ -126,7 +126,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Run user code in a registration. Operators it defines remain if the definition fails."""
+    """Keep operators that user code defines in this block, even if the definition fails."""
     before, _running.blocks = _running.blocks, ()
     try:
         yield

@@ -47,7 +47,7 @@ DEFINITIONS = "_torchop_definitions"
 
 
 def process_definitions(namespace: str) -> Mapping[str, Any]:
-    """Map operator names to the definitions that `process_library` owns.
+    """Map operator names to the definitions in the library that is never closed.
 
     These definitions hold the rules that were registered without `lib=` for operators from other
     packages.

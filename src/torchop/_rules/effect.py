@@ -228,7 +228,7 @@ def how_to_declare(name: object) -> str:
 
 
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call in FunctionalTensorMode, or raise if the compiler would silently drop it."""
+    """Trace a call in FunctionalTensorMode, or raise if compilers would drop it as dead code."""
     name = op._name
     effect = registries.effect_of(name)
     if effect is None:

@@ -121,7 +121,7 @@ class HelperOperator:
         return self.kernel(*args, **kwargs)
 
     def split(self, results: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Split the results into the result of the operator `name` and the additional results."""
+        """Split the helper's results into the result of `name` and the additional results."""
         everything = as_tuple(self.helper.schema, results)
         count = len(self.definition.schema.returns)
         return everything[:count] if count > 1 else everything[0], everything[count:]

@@ -115,8 +115,8 @@ def _state_of_kernel(
     )
     is_supported = {str(result.type) for result in returns} <= {"Tensor", "List[Tensor]"}
     fakes = registries.fake_functions(op._name)
-    # Other fake kernels run with autocast disabled, so the real kernels must run without autocast
-    # too.
+    # Only torchop's fake kernels run with autocast enabled. With any other fake kernel, the real
+    # kernel must run without autocast too.
     has_our_fake = bool(fakes) and getattr(fakes[-1], "__func__", None) is fake_kernel
     return state if not is_view and is_supported and has_our_fake else ()
 

@@ -51,7 +51,7 @@ class Convention:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert a call's arguments, with defaults filled in, for the functions of the author."""
+        """Convert a call's arguments, including defaults, to those of the author's functions."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:

@@ -55,7 +55,7 @@ class Layout:
         return found
 
     def fits(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has this layout, as every tensor without strides does."""
+        """Return whether a tensor has this layout. Tensors without strides fit every layout."""
         if tensor.layout not in _WITH_STRIDES:
             return True
         return tensor.is_contiguous(memory_format=self.format_of(tensor))

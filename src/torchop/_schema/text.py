@@ -61,7 +61,7 @@ def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
 
 
 def write(arguments: Iterable[str], results: str) -> str:
-    """Return a schema without the operator's name, given the results from `write_results`."""
+    """Join arguments and results (formatted by `write_results`) into a schema without a name."""
     return f"({', '.join(arguments)}) -> {results}"
 
 

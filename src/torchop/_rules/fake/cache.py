@@ -117,7 +117,11 @@ def _is_constant(value: Any) -> bool:
 
 
 def _depends_on_arguments(function: Any, seen: tuple[Any, ...] = ()) -> bool:
-    """Return whether a function uses no modules or objects that may give access to other state."""
+    """Return whether a function can only depend on its arguments and its code.
+
+    Such a function uses constants, containers and similar functions, but no modules or other
+    objects, which could give access to other state.
+    """
     if function in seen:
         return True
     used = _variables(function)

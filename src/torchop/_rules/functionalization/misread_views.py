@@ -27,7 +27,7 @@ TensorPairs = list[tuple[Tensor, Tensor]]
 def copy_misread_views(
     mode: Any, name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, TensorPairs]:
-    """Replace mutated views with copies if functionalization would describe the views incorrectly.
+    """Replace mutated views with copies if functionalization would record wrong offsets or dtypes.
 
     Return the changed arguments, and a (view, copy) pair for each replaced view.
     """

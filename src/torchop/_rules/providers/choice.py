@@ -79,7 +79,7 @@ class Resolved(NamedTuple):
     ) -> tuple[Selected, Candidate, Mapping[str, str]]:
         """Return the kernel for a call, and its candidate.
 
-        The third value maps the name of each earlier candidate to the reason why it was not
+        The third value maps the name of each skipped candidate to the reason why it was not
         selected.
         """
         declined: dict[str, str] = {}
@@ -349,7 +349,7 @@ class Choice:
         self._report(resolved, {each.name: each.declined for each in unsupported})
 
     def _report(self, resolved: Resolved, declined: Mapping[str, str]) -> None:
-        """Log or warn once about each provider in the order that calls skip.
+        """Log or warn once about each provider that is in the order but skipped by calls.
 
         `declined` maps the skipped providers to the reasons.
         """

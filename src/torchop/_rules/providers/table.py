@@ -116,8 +116,8 @@ class ProviderTable(NamedTuple):
     def cache_parts(self, op: OpName) -> Iterator[object]:
         """Yield everything that affects a compiler's choice of a kernel to inline.
 
-        They become part of the cache keys of compiled graphs, so that a change recompiles the
-        graphs.
+        These values become part of the cache keys of compiled graphs, so that a change recompiles
+        the graphs.
         """
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)

@@ -19,8 +19,9 @@ from torchop._rules.residuals.vmap import Calls
 def follow(form: Any, cls: type) -> None:
     """Make the operator's torch_dispatch rule for `cls` apply to `name__with_residuals` too.
 
-    A rule that the user registered directly for `name__with_residuals` takes precedence. Compiler
-    modes are skipped, because they only record the call in a graph.
+    `name__with_residuals` is the helper operator that also returns residuals. A rule that the user
+    registered directly for it takes precedence. Compiler modes are skipped, because they only
+    record the call in a graph.
     """
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return

@@ -26,9 +26,10 @@ _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
 def follow(form: Any) -> None:
-    """Register a vmap rule for `name__with_residuals`, derived from the operator's own vmap rule.
+    """Derive the vmap rule of `name__with_residuals` from the operator's own vmap rule.
 
-    Do nothing if the user has registered a vmap rule for `name__with_residuals`.
+    `name__with_residuals` is the helper operator that also returns residuals. Do nothing if the
+    user has registered a vmap rule for it.
     """
     rule = form.helper.rule(VmapRule)
     if rule.function is form.vmap_rule:

@@ -43,7 +43,7 @@ class _ExamplesRule(Rule[Examples]):
         )
 
     def valid(self, op: OpOverload) -> Valid | None:
-        """Return an operator's function `valid`, or None if all calls are valid.
+        """Return the predicate `valid` of an operator's examples, or None if all calls are valid.
 
         A derived in-place or out= form uses the `valid` of the functional operator, unless one was
         registered for the form itself.

@@ -21,7 +21,7 @@ _MOST = 256  # limits memory use; few programs trace one operator with more dist
 
 
 class Decisions:
-    """The decisions that an operator's fake kernel has made for the arguments of traced calls.
+    """The decisions of an operator's fake kernel in traced calls, such as which results are None.
 
     Attributes:
         made: maps arguments to decisions. It stays empty until a call is traced.
@@ -80,7 +80,7 @@ def _decision(value: Any) -> Any:
 
 
 def _key(args: tuple[Any, ...]) -> Any:
-    """Return a dict key for all that a fake kernel may depend on, or None if there is none."""
+    """Return a dict key with all that a fake kernel may depend on, or None if impossible."""
     try:
         key = tuple(map(_part, args))
         hash(key)

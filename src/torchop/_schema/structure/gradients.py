@@ -48,7 +48,7 @@ class Gradients(Node):
     """The gradients of a result, passed as an object of the result's class.
 
     The schema has one argument for each tensor in the result. If the result also has parts that are
-    not tensors, an additional argument holds the number that identifies the layout of these parts.
+    not tensors, an additional argument holds a number that identifies the values of these parts.
     """
 
     def __init__(self, path: str, of: GradientsOf) -> None:

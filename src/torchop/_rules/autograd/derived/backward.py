@@ -77,8 +77,8 @@ class DerivedFormula(Formula):
         state = replay.ambient_state(values)
         with replay.capture_guard(self.definition, state):
             result = call()
-        # For DTensors, `_backward` can call `name__backward` only if no state was saved. So save
-        # the state only if it may affect the result.
+        # For DTensors, `_backward` can call `name__backward` only if no generator states and
+        # settings were saved. So save them only if they may affect the result.
         is_needed = (
             not state.is_plain
             or not dtensor.has_dtensors(values)

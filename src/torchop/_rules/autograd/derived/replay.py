@@ -57,15 +57,15 @@ class AmbientState(NamedTuple):
     is_captured: bool = False
 
 
-# The ambient state of the latest call. Later calls reuse it until random numbers are drawn or a
-# setting changes.
+# The ambient state (generator states and settings) of the latest call. Later calls reuse it until
+# random numbers are drawn or a setting changes.
 _latest: AmbientState | None = None
 
 
 def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientState:
-    """Return the current ambient state for a call with arguments `values`.
+    """Return the current generator states and settings, for a call with arguments `values`.
 
-    The state includes the generators of all devices. If `in_graph` is true, it includes only the
+    The result includes the generators of all devices. If `in_graph` is true, it includes only the
     generators of the arguments' devices, so its size is known during tracing.
     """
     global _latest
@@ -263,7 +263,8 @@ class ForbidRandomNumbers(TorchDispatchMode):
         tensors = list(tensors_in((*args, *kwargs.values())))
         if func.namespace in _PYTORCH_NAMESPACES or not tensors:
             return func(*args, **kwargs)
-        # Enable this mode while the kernel runs, to check the operators that the kernel calls.
+        # PyTorch disables this mode while it handles a call, so enable it again to check the
+        # operators that the kernel calls.
         keyset = dispatch.with_overlooked_keys(func.name(), tensors)
         with self:
             return dispatch.redispatch(func, keyset, args, kwargs)

@@ -82,7 +82,7 @@ def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call)
 
 
 def _number_of(op: OpOverload) -> str:
-    """Return the name of the call number, which is the last argument of `name__training`."""
+    """Return the name of the last argument of `name__training`, which makes all calls differ."""
     return op._schema.arguments[-1].name
 
 
@@ -103,8 +103,8 @@ def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
     return [row._replace(results=[*row.results, *_replicated(1)]) for row in rows]
 
 
-# `name__backward` takes three arguments before the arguments of `name`: the gradients, the ambient
-# state, and the mask of needed gradients.
+# `name__backward` takes three arguments before the arguments of `name`: the gradients, the saved
+# generator states and settings, and the mask of needed gradients.
 _LEADING = 3
 
 
