@@ -141,8 +141,9 @@ def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., An
         _apply_default(qualname, cls)
 
 
-# The default rules of each operator and class, in registration order. PyTorch's registry contains
-# the first of them, unless the user registered a rule.
+# The default torch_dispatch rules of each operator for each mode or Tensor subclass, in
+# registration order. PyTorch's registry contains the first of them, unless the user registered a
+# rule.
 _defaults: dict[tuple[str, type], list[DefaultRule]] = {}
 
 

@@ -84,7 +84,7 @@ def without_attributes(
 
 
 def with_traced_objects(value: Any, arguments: Sequence[Any]) -> Any:
-    """Replace objects of opaque types in the result of a fake kernel with traced objects.
+    """Replace objects of opaque types in a fake kernel's result with stand-ins without contents.
 
     `arguments` contains the objects that the caller passed. If the result contains some of them,
     they are kept, because a graph just passes them on.

@@ -19,15 +19,15 @@ from torchop._compat import libraries, registries
 from torchop._core.lock import registration_lock, then_run_hooks
 from torchop._errors import OperatorGoneError, Place, RedefinitionWarning, users_place, warn
 
-# The key of a row: a dispatch key, a mode or Tensor subclass that has a torch_dispatch rule, or the
-# kind of a rule, such as "fake kernel".
+# The key of a row in the table of registrations: a dispatch key, a mode or Tensor subclass that has
+# a torch_dispatch rule, or the kind of a rule, such as "fake kernel".
 Key: TypeAlias = "str | type"
 # The key of the row that records where `Library.define` defined an operator.
 DEFINITION = "definition"
 
 
 class Registered(NamedTuple):
-    """One row of the table: an object in one of PyTorch's registries."""
+    """One row of the table of registrations: an object in one of PyTorch's registries."""
 
     kernel: Any = None  # the object that PyTorch calls
     # Removes the object from its registry. None if closing the library is enough for this.

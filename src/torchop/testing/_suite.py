@@ -87,7 +87,7 @@ class Suite:
     # ----------------------------------------------------------------------------------------------
     # The controller, or the only process
 
-    # `trylast` makes the terminal finish its progress output only after these results.
+    # With `trylast`, pytest's terminal reporter finishes its progress output after these results.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         result = yield

@@ -77,7 +77,7 @@ class Resolved(NamedTuple):
     def select(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
     ) -> tuple[Selected, Candidate, Mapping[str, str]]:
-        """Return the kernel for a call, and its candidate.
+        """Return the kernel for a call, the candidate that selected it, and the skipped candidates.
 
         The third value maps the name of each skipped candidate to the reason why it was not
         selected.

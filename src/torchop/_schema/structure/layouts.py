@@ -37,7 +37,7 @@ class Layouts:
         self.values_of: Callable[[int], tuple[Any, ...]] = values_of
 
     def number_of(self, values: tuple[Any, ...], exact: tuple[str, ...] = ()) -> int:
-        """Return the number of a layout.
+        """Return the number that identifies a layout, i.e. the non-tensor parts of a result.
 
         `exact` holds the text of each number, because values of different types may be equal, such
         as 1.0 and 1, but must not share a layout.

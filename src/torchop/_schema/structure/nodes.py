@@ -38,7 +38,7 @@ class Node:
             yield from part.leaves()
 
     def statics(self) -> Iterator[Any]:
-        """Yield a `Static` node for each part of a result that is stored in the layout."""
+        """Yield a `Static` node for each part of a result that is neither a tensor nor an int."""
         for part in self._parts:
             yield from part.statics()
 

@@ -204,7 +204,7 @@ class Structure:
         is_method: bool = False,
         is_flat: bool = False,
     ) -> Callable[..., Any]:
-        """Generate a function that takes objects, such as dataclasses, and calls the flat operator.
+        """Generate a function that takes objects (e.g. dataclasses) and calls the flat operator.
 
         If `is_method` is true, the function has an additional first parameter for the handle, i.e.
         the object that `custom_op` returns. If `is_flat` is true, the function returns the flat
@@ -237,7 +237,7 @@ class Structure:
 
     @functools.cached_property
     def flat_arguments(self) -> Callable[..., Any]:
-        """The function that converts the arguments of a call to flat `(args, kwargs)`."""
+        """The function that converts a call's arguments to those of the flat operator's schema."""
         return self.caller(_collect, "arguments", is_flat=True)
 
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
