@@ -48,7 +48,7 @@ def cached_outputs(
     kwargs: Any,
     run: Callable[[], Any],
 ) -> Any:
-    """Return `run()`, or equal outputs recreated from a cache entry with the same metadata.
+    """Return `run()`, or the same outputs recreated from an earlier call with equal input metadata.
 
     Entries for symbolic sizes are stored in the ShapeEnv, since they are valid only together with
     its guards. All other entries are stored in `cache`. The key of an entry includes `owner`, so

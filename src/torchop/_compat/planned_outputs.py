@@ -25,13 +25,13 @@ from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
-# Maps each functional operator to its other forms. A form is keyed by its name and stored as the
-# function `form` that was passed to `plan`.
+# # Maps each functional operator to its other forms (in-place and out=). A form is keyed by its
+# name and stored as the function `form` that was passed to `plan`.
 _forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 
 def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Callable[[], None]:
-    """Let Inductor call another form of an operator, and return a function to undo this.
+    """Let Inductor call an operator's in-place or out= form, and return a function to undo this.
 
     `qualname` is the functional operator, and `name` is its out or in-place form. An out form must
     not read the buffers that it writes to, and an in-place form must not read an element of its

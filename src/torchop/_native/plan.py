@@ -77,7 +77,7 @@ class NativeCalls:
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
-        """Compile a plan. The entry calls this when the operator is called and there is no plan."""
+        """Compile a call plan. The C++ entry calls this if a call finds no plan."""
         while self.entry.plan is None:
             compute_then_publish(self._compile, self._publish, lambda: self._version)
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)

@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 
 def places(recipe: Recipe) -> list[Place]:
-    """Search all folders for a compiled extension with this key, in order of preference."""
+    """Search all folders, in order of preference, for an extension with the recipe's key."""
     trusted = [("package", PREBUILT)]
     wheels = [folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS)]
     installed = [folder for folder in wheels if folder.is_dir()]

@@ -57,7 +57,7 @@ class Fake(NamedTuple):
 
 
 class FakeRule(CompiledRule[Fake]):
-    """The fake kernel of an operator, and the kernel at the Meta key that calls it."""
+    """The fake kernel of an operator, and the kernel for the Meta dispatch key that calls it."""
 
     function: Callable[..., Any] | None = None
     cache: FakeCache | None = None  # None if the fake kernel must run in each call

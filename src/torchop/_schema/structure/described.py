@@ -51,7 +51,7 @@ class Compiler(Protocol):
 
 
 class UnclearError(Exception):
-    """Raised if only tracing the generated code can compute the flat arguments."""
+    """Raised if the flat arguments can only be computed by tracing the generated code."""
 
 
 def flat_call(

@@ -206,6 +206,8 @@ class Structure:
     ) -> Callable[..., Any]:
         """Generate a function that takes objects (e.g. dataclasses) and calls the flat operator.
 
+        The flat operator is the operator as PyTorch sees it, with one argument per field.
+
         If `is_method` is true, the function has an additional first parameter for the handle, i.e.
         the object that `custom_op` returns. If `is_flat` is true, the function returns the flat
         result, and `invalidate` leaves the function unchanged.
@@ -237,7 +239,7 @@ class Structure:
 
     @functools.cached_property
     def flat_arguments(self) -> Callable[..., Any]:
-        """The function that converts a call's arguments to those of the flat operator's schema."""
+        """The function that converts a call's arguments to those in the operator's schema."""
         return self.caller(_collect, "arguments", is_flat=True)
 
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
@@ -374,7 +376,7 @@ class Structure:
 
     @functools.cached_property
     def rebuilt_result(self) -> Callable[[Any], Any]:
-        """The function that rebuilds the author's result, such as a dataclass."""
+        """The function that rebuilds the author's result (e.g. a dataclass) from flat results."""
         source = Source(self.op, "result", ("result",))
         with source.block("def rebuilt(result):"):
             self._write_return(source, "result")
