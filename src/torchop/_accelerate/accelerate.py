@@ -136,7 +136,7 @@ class Acceleration:
     def _matching(self) -> list[OpName]:
         """Return the names of the registered operators that match a pattern.
 
-        Include operators that were defined in C++ only if a pattern names their namespace.
+        Include operators from C++ code only if a pattern spells out their namespace.
         """
         names = defined_names()
         parts = (pattern.partition("::") for pattern in self._patterns)

@@ -25,8 +25,8 @@ from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
-# # Maps each functional operator to its other forms (in-place and out=). A form is keyed by its
-# name and stored as the function `form` that was passed to `plan`.
+# Maps each functional operator to its other forms (in-place and out=). The key of a form is its
+# name, and the value is the function `form` that was passed to `plan`.
 _forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 

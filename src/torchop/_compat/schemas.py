@@ -83,7 +83,7 @@ def readable(text: str) -> str:
 
 @functools.cache
 def custom_class() -> str:
-    """Return a type name for objects of any class."""
+    """Return the name of a schema type that accepts objects of any class."""
     name = "torchop.Object"
     torch._C._register_opaque_type(name)
     return name

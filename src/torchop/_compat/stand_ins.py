@@ -45,14 +45,14 @@ _OWN = frozenset(
 
 
 class StandInError(RuntimeError):
-    """Raised if `supports` reads an attribute that may differ between fake and real tensors.
+    """Raised if a provider's `supports` reads an attribute that may differ for real tensors.
 
     The exception's argument is the name of the attribute.
     """
 
 
 class ReadingStandIns(TorchFunctionMode):
-    """A mode that raises StandInError for each read of a tensor attribute in `_OWN`."""
+    """A mode that raises StandInError if code reads an attribute that `supports` must not read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # When code reads a property, `func` is the `__get__` method of the property object, so take

@@ -237,7 +237,8 @@ def preserve_packet(namespace: str, name: str) -> Iterator[None]:
     """Keep a packet in `torch.ops` while its operator is being replaced.
 
     If the packet were removed, a lookup in another thread could create a second packet and
-    overload, which would never be invalidated. The caller must hold the registration lock.
+    overload. These would outlive the old operator, because nothing invalidates them. The caller
+    must hold the registration lock.
     """
     packet = f"{namespace}::{name}"
     _replaced.add(packet)

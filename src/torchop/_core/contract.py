@@ -30,7 +30,7 @@ class ResultCheck:
 
     def __init__(self, returns: Sequence[str], *, returns_arguments: bool = False) -> None:
         self._returns = kinds = returns
-        # An argument that is returned may be an inference tensor, so don't replace it.
+        # A returned argument may be an inference tensor. Return that tensor itself, no replacement.
         self._finish: Callable[[Any], Any] = _same if returns_arguments else without_inference
         if len(returns) > 1:
             # If there are several results, accept None for a tensor, because C++ kernels may return

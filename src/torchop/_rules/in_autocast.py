@@ -115,9 +115,9 @@ def _state_of_kernel(
     )
     is_supported = {str(result.type) for result in returns} <= {"Tensor", "List[Tensor]"}
     fakes = registries.fake_functions(op._name)
-    # # Only torchop's fake kernels run with autocast enabled. If the operator has another fake
-    # kernel, the real kernel must run without autocast too, so that its results have the predicted
-    # dtypes.
+    # Only torchop's fake kernels run with autocast enabled. If the operator has another fake
+    # kernel, the real kernel must run without autocast too, so that its results have the dtypes
+    # that the fake kernel predicts.
     has_our_fake = bool(fakes) and getattr(fakes[-1], "__func__", None) is fake_kernel
     return state if not is_view and is_supported and has_our_fake else ()
 

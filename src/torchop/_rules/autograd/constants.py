@@ -76,8 +76,8 @@ class Computed(NamedTuple):
         edges = (node for node, _ in ctx.next_functions if node is not None)
         needed = dict(zip((n for n, flag in enumerate(flags) if flag), edges, strict=False))
         sources = operands & needed.keys()
-        # # A tensor that requires grad needs no guard: `setup_context`, which runs without
-        # autograd, cannot have computed it, and if it is a residual, it has a guard already.
+        # A tensor that requires grad needs no guard: `setup_context`, which runs without autograd,
+        # did not compute it, and if it is a residual, it has a guard already.
         if not sources or not isinstance(tensor, Tensor) or tensor.requires_grad:
             return tensor
         raw = autograd.raw_saved_tensors(ctx) if self.operands else ()

@@ -20,7 +20,7 @@ from torchop._errors import ResultError
 
 
 class Layouts:
-    """The layouts that one operator has returned so far. They are never removed."""
+    """The layouts (non-tensor parts of results) that an operator has returned. None is removed."""
 
     def __init__(self, op: object, places: Sequence[str]) -> None:
         self._op = op

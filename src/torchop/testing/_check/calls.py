@@ -25,7 +25,7 @@ from torchop.testing.process_state import forks, restored, seed_torch
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error, because the check does not fail)
-    """Raised to skip a check that cannot run, or a change that does not apply to an example."""
+    """Raised to skip a check that cannot run, or a variant that an example does not have."""
 
 
 class Refused(CannotCheck):

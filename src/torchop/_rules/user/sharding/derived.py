@@ -82,7 +82,7 @@ def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call)
 
 
 def _number_of(op: OpOverload) -> str:
-    """Return the name of the last argument of `name__training`, which makes all calls differ."""
+    """Return the name of `name__training`'s argument that keeps compilers from merging calls."""
     return op._schema.arguments[-1].name
 
 
