@@ -39,7 +39,7 @@ _NOTHING = Registered()
 
 
 class Registrations:
-    """The rows for one operator in one library.
+    """The table of registrations (see `Registered`) for one operator in one library.
 
     Callers of `add`, `remove`, `remove_new`, `remove_all` and `record_place` must hold
     `registration_lock`.

@@ -139,7 +139,7 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """Creates the kernels of all three forms from one kernel that writes into its outputs."""
+    """Creates the functional, in-place and out= kernels from one kernel that writes its outputs."""
 
     def __init__(
         self,

@@ -191,7 +191,7 @@ class Subject:
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Reuse the expected outcome of an example, which does not depend on its memory layout."""
+        """Reuse an example's expected outcome if `call` differs from it only in memory layout."""
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):
