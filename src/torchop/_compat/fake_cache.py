@@ -50,9 +50,9 @@ def cached_outputs(
 ) -> Any:
     """Return `run()`, or the same outputs recreated from an earlier call with equal input metadata.
 
-    Entries for symbolic sizes are stored in the ShapeEnv, since they are valid only together with
-    its guards. All other entries are stored in `cache`. The key of an entry includes `owner`, so
-    callers with different owners share no entries.
+    Cache entries for symbolic sizes are stored in the ShapeEnv, since they are valid only together
+    with its guards. All other entries are stored in `cache`. The key of an entry includes `owner`,
+    so callers with different owners share no entries.
     """
     if not _IS_SUPPORTED or not mode.cache_enabled:
         return run()

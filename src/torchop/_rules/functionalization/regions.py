@@ -68,9 +68,9 @@ def uninstall(qualname: str) -> None:
 def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
     """Trace a call in ProxyTorchDispatchMode.
 
-    Raise an error if PyTorch would not notice that the region mutates one of its inputs. PyTorch's
-    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails if a
-    mutable argument is a list or None, and ignores keyword arguments.
+    Raise an error if PyTorch would not notice that the nested region mutates one of its inputs.
+    PyTorch's `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py)
+    fails if a mutable argument is a list or None, and ignores keyword arguments.
     """
     kwargs = kwargs or {}
     if functional.is_finding_mutations():
