@@ -133,7 +133,7 @@ def own_definitions() -> dict[str, Definition]:
 
 
 def definitions_of(name: OpName) -> list[Definition]:
-    """Return an operator's definitions, except those with rules registered with `lib=`."""
+    """Return an operator's definitions, except those that belong to a library passed as `lib=`."""
     own = own_definition(None, name)
     registered = process_definitions(name.namespace).get(str(name))
     return [each for each in (own, registered) if each is not None]

@@ -126,7 +126,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
-    """Return the provider that runs the call, a line about each provider, and the kernel."""
+    """Return the chosen provider's name, a line about each provider, and the chosen kernel."""
     definition = call.definition
     if definition is None:
         return None, (), None
