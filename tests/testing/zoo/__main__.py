@@ -28,9 +28,9 @@ from torchop.testing._check.table import CHECKS
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "checks.md"
 _SECTION = "## All checks\n"
 _TEXT = """
-The test suite of torchop contains a zoo of operators: {wrong} faulty operators, each with one
-deliberate fault, and {right} correct operators. The tests verify that `torchop.testing.check` finds
-every one of these faults, but reports none in a correct operator.
+The test suite of torchop contains {wrong} faulty operators, each with one deliberate fault, and
+{right} correct operators. The tests verify that `torchop.testing.check` finds the fault in each
+faulty operator, and that it reports no fault in the correct ones.
 
 Since we chose the faults together with the checks, the numbers on this page only show which kinds
 of faults each check finds. They don't predict how many of the faults in your own operators `check`
