@@ -22,8 +22,9 @@ from typing_extensions import TypedDict, Unpack  # Python 3.10 has no Unpack
 
 from torchop import CustomOp, OperatorNameError, RuleSignatureError, register_fake
 from torchop._compat import compilers, dispatch
-from torchop._core.library import new_name
-from torchop._define.declare import declare, define_operator
+from torchop._core.define import define
+from torchop._core.registry import check_owner
+from torchop._define.declare import declare
 from torchop._errors import users_place
 from torchop._schema.callables import check_callable
 from torchop.extend import Operator, OpName, all_or_nothing, short_repr
@@ -251,7 +252,7 @@ def _register(
             tags=tags,
             is_lenient=True,
         )
-        op: CustomOp[..., Any] = define_operator(declaration, library)
+        op: CustomOp[..., Any] = define(declaration, library).handle
         if fake_impl is not None:
             register_fake(op, fake_impl)
         elif out_shape is not None:
@@ -278,7 +279,9 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
                 f"package. Write 'mylib::{name[:100]}', or pass target_lib."
             )
         name = f"{namespace}::{name}"
-    return new_name(name, library)
+    parsed = OpName.parse_new(name)
+    check_owner(parsed, library)
+    return parsed
 
 
 def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:

@@ -19,7 +19,7 @@ from torch._dynamo.precompile_context import PrecompileContext
 import torchop
 from tests._support.common import assert_clean
 from tests._support.forking import run_compiling
-from torchop._compat import operators
+from torchop._compat import graphs
 from torchop._inspect import cache_key
 
 
@@ -188,7 +188,7 @@ def test_the_operators_of_a_graph_are_found_in_its_regions(namespace: str) -> No
     graph.output(graph.call_function(torch.ops.aten.cos.out, (handed_on,)))
     inner = torch.fx.GraphModule({}, region)
     module = torch.fx.GraphModule({"region": inner}, graph)
-    names = [op.name() for op in operators.in_graph(module)]
+    names = [op.name() for op in graphs.operators_in(module)]
     assert names == ["aten::add.Tensor", "aten::cos.out", "aten::sin"]
 
 

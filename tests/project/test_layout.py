@@ -50,8 +50,8 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 455
 # Limits on lines of code, without blank lines, comments and docstrings. A change that exceeds a
 # limit must remove other code, or raise the limit and explain this in the commit.
-MOST_PYTHON_LINES = 35_284  # in the whole package
-MOST_CORE_LINES = 19_131  # in all packages that are not tools
+MOST_PYTHON_LINES = 35_278  # in the whole package
+MOST_CORE_LINES = 19_095  # in all packages that are not tools
 MOST_CPP_LINES = 5_430
 # The core must not import tools. Tools use only public names and `torchop.extend`, as third-party
 # tools do. If only tools use a file of `_compat`, the file counts as a part of the tools.
@@ -106,7 +106,8 @@ EXCEPTIONS = {
         {
             "_compat.compilers",
             "_compat.dispatch",
-            "_core.library",
+            "_core.define",
+            "_core.registry",
             "_define.declare",
             "_errors",
             "_schema.callables",
@@ -114,7 +115,7 @@ EXCEPTIONS = {
     ),
     "export": (
         "it compares results of operators in a mode of PyTorch, and reads graphs and schemas",
-        {"_compat.classes", "_compat.opaque_types", "_compat.operators"},
+        {"_compat.classes", "_compat.opaque_types"},
     ),
     "testing": (
         "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels in calls, "

@@ -11,7 +11,7 @@ from typing import Any
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from torchop._compat import import_hooks, operators
+from torchop._compat import graphs, import_hooks
 
 # Takes operator names, or None for all operators. Returns a cache key, and the code objects that
 # the key depends on.
@@ -53,7 +53,7 @@ def identify_operators(identify: Identify) -> None:
                 graph = getattr(maker, "gm", None)
                 names: list[str] | None = None
                 if isinstance(graph, GraphModule):
-                    names = [op.name() for op in operators.in_graph(graph)]
+                    names = [op.name() for op in graphs.operators_in(graph)]
                 identity, sources = identify(names)
                 _note_sources(sources)
                 return _DEVICE, identity, _float_values() if names else []

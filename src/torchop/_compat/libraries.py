@@ -18,7 +18,7 @@ import torch
 import torch.library
 
 from torchop import _hooks
-from torchop._compat import deregistration, dispatch, logs, operators, registries
+from torchop._compat import dispatch, logs, operators, registries, torch_ops
 from torchop._compat.classes import Tag
 from torchop._errors import OperatorGoneError, short_errors
 
@@ -217,19 +217,19 @@ class _Contents(NamedTuple):
         defined, implemented = self.defined_names(), self.implemented_names()
         if defined is None or implemented is None:
             return  # already destroyed
-        names = [operators.parts(qualname) for qualname in defined]
-        deregistration.invalidate(names, library_closed_reason, only_existing=True)
+        reasons = closing_reasons(defined)
+        torch_ops.invalidate(reasons, only_existing=True)
         for place, handle in enumerate(self.handles):
             # Wrap PyTorch's own handles, because destroying them twice raises an error.
             if not isinstance(handle, _DestroyOnce):
                 self.handles[place] = cast(Any, _DestroyOnce(handle.destroy))
-        qualnames = {operators.joined(*name) for name in names}
+        qualnames = {operators.joined(*name) for name in reasons}
         records = (record.split("/") for record in implemented)
         others = {f"{namespace}::{name}" for namespace, name, _ in records} - qualnames
         # If a callback raises, for example the `detach` method of a user's rule, ExitStack still
         # runs the others, in reverse order, and then reraises the exception.
         with contextlib.ExitStack() as stack:
-            stack.callback(self._forget, names, defined, implemented)
+            stack.callback(self._forget, reasons, defined, implemented)
             # A removed kernel may still be running in a call to another library's operator, so keep
             # the kernel's function alive.
             stack.callback(_hooks.extension.keep_memory((), others, False))
@@ -240,7 +240,7 @@ class _Contents(NamedTuple):
                 stack.callback(handle.destroy)
 
     @staticmethod
-    def _forget(names: list[Any], defined: set[str], implemented: set[str]) -> None:
+    def _forget(names: Iterable[torch_ops.Name], defined: set[str], implemented: set[str]) -> None:
         # Remove the names now. PyTorch would do so only when it finalizes the library
         # (`_del_library` in torch/library.py), and by then another library may have defined
         # operators with the same names.
@@ -248,7 +248,7 @@ class _Contents(NamedTuple):
         torch.library._impls.difference_update(implemented)
         if not _is_exiting:
             free_kernels(implemented)
-            deregistration.forget(names)
+            torch_ops.forget(names)
         defined.clear()
         implemented.clear()
 
@@ -268,16 +268,20 @@ def end(library: torch.library.Library) -> None:
     library._registration_handles[0].destroy()
 
 
-def deregister(library: torch.library.Library, name: deregistration.Name, reason: str) -> None:
-    """Destroy an operator's library. Later calls to the operator raise an error with `reason`."""
-    deregistration.invalidate([name], lambda qualname: reason)
+def deregister(library: torch.library.Library, name: torch_ops.Name) -> None:
+    """Destroy the library of an invalidated operator."""
     registries.unpublish(operators.joined(*name), library)
     end(library)
     library._destroy()
 
 
-def library_closed_reason(name: str) -> str:
+def closing_reason(name: str) -> str:
     return f"The operator {name} was deregistered: the library that defined it was closed."
+
+
+def closing_reasons(qualnames: Iterable[str]) -> dict[torch_ops.Name, str]:
+    names = map(operators.parts, qualnames)
+    return {name: closing_reason(operators.joined(*name)) for name in names}
 
 
 def free_kernels(records: Iterable[str]) -> None:

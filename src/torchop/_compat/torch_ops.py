@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch._ops import _OpNamespace
+from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
 from torchop import _hooks
+from torchop._compat import caches, dtensor, operators
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
+Name: TypeAlias = tuple[str, str, str]  # an operator's namespace, name and overload
 OpNamespace = _OpNamespace
 # Reserved names. An operator or namespace with one of these names would be unreachable, because
 # `torch.ops` or a namespace already has an attribute of this name.
@@ -86,7 +90,7 @@ def is_deregistered(op: OpOverload | OpOverloadPacket) -> bool:
 class RaisingFunction:
     """The function of a deregistered operator, which raises OperatorGoneError when called."""
 
-    def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
+    def __init__(self, original_hash: int, reason: str) -> None:
         self._hash = original_hash
         self._reason = reason
 
@@ -94,7 +98,7 @@ class RaisingFunction:
         return self._hash
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise OperatorGoneError(self._reason())
+        raise OperatorGoneError(self._reason)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -109,7 +113,7 @@ class RaisingPacketFunction(RaisingFunction):
     OperatorGoneError.
     """
 
-    def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:
+    def __init__(self, original_hash: int, reason: str, qualname: str) -> None:
         super().__init__(original_hash, reason)
         self._qualname = qualname
 
@@ -131,19 +135,74 @@ def overload_names(qualname: str) -> list[str]:
     return list(names or ())
 
 
-def invalidate_overload(
-    namespace: str, name: str, overload: str, reason: Callable[[], str], only_existing: bool
-) -> Iterator[Any]:
-    """Make an overload and its packet raise when called, before the operator is deregistered.
+def refuse_running(names: Iterable[Name]) -> None:
+    """Raise if this thread is inside a call to an operator and the extension is not loaded.
 
-    Otherwise a later call, for example from a compiled graph, would read freed memory. Yields each
-    overload object that was invalidated.
+    torchop's C++ extension keeps the memory of a running call alive. Without the extension, PyTorch
+    would free memory that the call still reads.
+    """
+    if _hooks.extension.Operator is not None:
+        return
+    for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
+        raise RuntimeError(
+            f"{operator} cannot be deregistered or replaced from inside a call to it, because "
+            "torchop's C++ extension is not loaded. Wait until the call has returned."
+        )
+
+
+def _called_here() -> set[str]:
+    names = set()
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_filename == _OPS_FILE:
+            subject = frame.f_locals.get("self")
+            if isinstance(subject, OpOverload):
+                names.add(str(subject._schema.name))
+            elif isinstance(subject, OpOverloadPacket):
+                names.add(str(subject._qualified_op_name))
+    return names
+
+
+_OPS_FILE = OpOverload.__call__.__code__.co_filename
+
+
+# The names (`namespace::name`) of all operators that were defined through torchop.
+defined: set[str] = set()
+# Overload objects of deregistered operators that the dispatcher may still use. If another library
+# has registered a kernel for an operator, the dispatcher's record of the operator (OperatorEntry)
+# survives the deregistration. The record holds a borrowed reference to the overload object that the
+# dispatcher passes to dispatch modes (`getPythonOp` in ATen/core/dispatch/OperatorEntry.h). So this
+# object must stay alive, and the next operator of the same name must reuse it.
+cached_overloads: dict[tuple[str, str, str], list[Any]] = {}
+
+
+def invalidate(reasons: Mapping[Name, str], *, only_existing: bool = False) -> None:
+    """Make operators raise when called, before they are deregistered.
+
+    Otherwise a later call, for example from a compiled graph, would read freed memory. `reasons`
+    maps the operators to error messages. By default, overload objects that `torch.ops` has not
+    created yet are created first, so that they can be invalidated too. With `only_existing`, they
+    are skipped.
+
+    Raises:
+        RuntimeError: see `refuse_running`. With `only_existing`, the library is already being
+            destroyed, so this is not checked.
     """
     if not only_existing:
-        with contextlib.suppress(AttributeError):
-            # Create the overload object now so that it can be invalidated. If `torch.ops` created
-            # it later, calls to it would not raise.
-            lookup_overload(namespace, name, overload)
+        refuse_running(reasons)
+    invalidated: list[OpOverload] = []
+    for name, reason in reasons.items():
+        if not only_existing:
+            with contextlib.suppress(AttributeError):
+                # Create the overload object now so that it can be invalidated. If `torch.ops`
+                # created it later, calls to it would not raise.
+                lookup_overload(*name)
+        invalidated += _invalidate_overload(*name, reason)
+    if invalidated:
+        caches.forget_objects(invalidated)
+
+
+def _invalidate_overload(namespace: str, name: str, overload: str, reason: str) -> list[OpOverload]:
+    """Make an operator's packet and overload objects raise, and return the latter."""
     packet = existing_packet(namespace, name)
     # Leave the overload in the packet. If it were deleted, looking it up in a packet that is still
     # referenced would create a new overload object, which would never be invalidated.
@@ -151,17 +210,17 @@ def invalidate_overload(
     cached = cached_overloads.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
         cached = cached_overloads[namespace, name, overload] = [*cached, existing]
-    for each in cached:
-        if not is_deregistered(each):
-            _invalidate(each, reason)
-            yield each
+    alive = [each for each in cached if not is_deregistered(each)]
+    for each in alive:
+        _invalidate(each, reason)
     if packet is not None and not is_deregistered(packet):
         raising_packet = RaisingPacketFunction(hash(packet), reason, f"{namespace}::{name}")
         raising_packet.__module__ = packet._op.__module__
         replace_function(packet, raising_packet)
+    return alive
 
 
-def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
+def _invalidate(existing: Any, reason: str) -> None:
     raising = RaisingFunction(hash(existing), reason)
     if vars(existing).get("_pyobj_dispatcher") is not None:
         existing._pyobj_dispatcher = None
@@ -172,12 +231,70 @@ def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
             vars(existing)[attribute] = raising
 
 
-# Overload objects of deregistered operators that the dispatcher may still use. If another library
-# has registered a kernel for an operator, the dispatcher's record of the operator (OperatorEntry)
-# survives the deregistration. The record holds a borrowed reference to the overload object that the
-# dispatcher passes to dispatch modes (`getPythonOp` in ATen/core/dispatch/OperatorEntry.h). So this
-# object must stay alive, and the next operator of the same name must reuse it.
-cached_overloads: dict[tuple[str, str, str], list[Any]] = {}
+def forget(names: Iterable[Name]) -> None:
+    for namespace, name, overload in names:
+        packet = existing_packet(namespace, name)
+        if packet is not None and not overload_names(f"{namespace}::{name}"):
+            caches.forget_objects([packet])
+        clear_packet(namespace, name)
+        before_definition(namespace, name, overload)
+        caches.forget_entry(operators.joined(namespace, name, overload))
+    if dtensor.is_imported():
+        # The keys of DTensor's C++ cache (`NativeShardingPropagatorCache` in
+        # torch/csrc/autograd/python_variable.cpp) contain the addresses of operators. A new
+        # operator may get the address of a deregistered one and would then hit its stale entries,
+        # so clear the cache.
+        dtensor.clear_caches()
+
+
+@contextlib.contextmanager
+def preserve_packet(namespace: str, name: str) -> Iterator[None]:
+    """Keep a packet in `torch.ops` while its operator is being replaced.
+
+    If the packet were removed, a lookup in another thread could create a second packet and
+    overload. These would outlive the old operator, because nothing invalidates them. The caller
+    must hold the registration lock.
+    """
+    packet = f"{namespace}::{name}"
+    _replaced.add(packet)
+    try:
+        yield
+    finally:
+        _replaced.discard(packet)
+        clear_packet(namespace, name)
+
+
+# The names of the packets that `preserve_packet` keeps.
+_replaced: set[str] = set()
+
+
+def clear_packet(namespace: str, name: str) -> None:
+    """Remove a packet from `torch.ops` if its last overload was deregistered.
+
+    The packet stays in `torch.ops` if its operator is being replaced. If the packet was
+    invalidated, but the operator has an overload again, make the packet call that overload.
+    """
+    qualname = f"{namespace}::{name}"
+    packet = existing_packet(namespace, name)
+    if packet is None or qualname in _replaced:
+        return
+    if not overload_names(qualname):
+        packets = getattr(torch.ops, namespace)
+        if name in packets._dir:
+            packets._dir.remove(name)
+        delattr(packets, name)
+    elif is_deregistered(packet):
+        _refresh(packet)
+
+
+def before_definition(namespace: str, name: str, overload: str) -> None:
+    """Remove everything that PyTorch and torchop cached for an earlier operator of this name."""
+    defined.add(f"{namespace}::{name}")
+    # FX caches signatures by operator name, but the new operator may have a different signature.
+    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
+    key = (namespace, name, overload)
+    if key in cached_overloads and not operators.has_entry(*key):
+        del cached_overloads[key]
 
 
 def after_definition(namespace: str, name: str, overload: str) -> None:
@@ -230,43 +347,3 @@ def _refresh(packet: OpOverloadPacket) -> None:
     finally:
         if formula is not None:
             counter.flop_registry[packet] = formula
-
-
-@contextlib.contextmanager
-def preserve_packet(namespace: str, name: str) -> Iterator[None]:
-    """Keep a packet in `torch.ops` while its operator is being replaced.
-
-    If the packet were removed, a lookup in another thread could create a second packet and
-    overload. These would outlive the old operator, because nothing invalidates them. The caller
-    must hold the registration lock.
-    """
-    packet = f"{namespace}::{name}"
-    _replaced.add(packet)
-    try:
-        yield
-    finally:
-        _replaced.discard(packet)
-        clear_packet(namespace, name)
-
-
-# The names of the packets that `preserve_packet` keeps.
-_replaced: set[str] = set()
-
-
-def clear_packet(namespace: str, name: str) -> None:
-    """Remove a packet from `torch.ops` if its last overload was deregistered.
-
-    The packet stays in `torch.ops` if its operator is being replaced. If the packet was
-    invalidated, but the operator has an overload again, make the packet call that overload.
-    """
-    qualname = f"{namespace}::{name}"
-    packet = existing_packet(namespace, name)
-    if packet is None or qualname in _replaced:
-        return
-    if not overload_names(qualname):
-        packets = getattr(torch.ops, namespace)
-        if name in packets._dir:
-            packets._dir.remove(name)
-        delattr(packets, name)
-    elif is_deregistered(packet):
-        _refresh(packet)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ class Declaration(NamedTuple):
         inlined: the compilers that may trace into the function; see `_rules.inlining`.
         launch: for a `triton_op`, the function that eager calls run. Compilers trace `function`
             instead.
+        priority: the names of providers, in the order that calls try them.
         residuals: the declared residuals (kernel outputs that only the backward pass uses), as a
             `residuals.declared.Declared`.
         convention: converts between the author's arguments and the arguments of the schema.
@@ -80,6 +81,7 @@ class Declaration(NamedTuple):
     effect: Any = None
     inlined: Any = None
     launch: Callable[..., Any] | None = None
+    priority: Sequence[str] = ()
     residuals: Any = None
     convention: Convention = FLAT
     layouts: Mapping[str, Layout] = MappingProxyType({})

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.library
 
-from torchop._compat import deregistration, libraries, registries, torch_ops
+from torchop._compat import libraries, registries, torch_ops
 from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock, run_waiting_hooks
 from torchop._core.registered import registrations_of
-from torchop._core.registry import replace
+from torchop._core.registry import check_owner, replace
 
 Result = TypeVar("Result")
 
@@ -35,16 +35,25 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
     If `custom_op` created an operator with the same name, the new operator replaces it; any other
     operator with this name is a RuntimeError. Closing `lib` deregisters the new operator.
     """
+    return all_or_nothing(declaration.name, lambda: _replace(declaration, lib))
+
+
+def _replace(declaration: Declaration, lib: torch.library.Library | None) -> Definition:
+    """Define an operator once no other operator has its name, and set its priority order."""
     name, site = declaration.name, declaration.site
     assert site is not None  # it is None only for operators of other packages
-    return all_or_nothing(name, lambda: replace(name, site, lambda: _define(declaration, lib)))
+    check_owner(name, lib)
+    definition = replace(name, site, lambda: _define(declaration, lib))
+    if declaration.priority:
+        definition.handle.set_priority(declaration.priority)
+    return definition
 
 
 def _define(declaration: Declaration, lib: torch.library.Library | None) -> Definition:
     name = declaration.name
-    deregistration.before_definition(*name)
     library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     definition = Definition(declaration, library, lib)
+    torch_ops.before_definition(*name)
     for block in _running.blocks:
         if not _is_importing(block.frame):
             block.definitions.append(definition)

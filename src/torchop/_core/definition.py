@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import torch.library
 
 from torchop import _hooks
-from torchop._compat import deregistration, libraries, logs, torch_ops
+from torchop._compat import libraries, logs, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core import checking
 from torchop._core.declaration import Declaration
@@ -359,17 +359,17 @@ class Definition:
         with then_run_hooks():
             if self.deregistration_reason is not None:
                 return  # another operator may have this name now
-            deregistration.refuse_running([self.name])
+            torch_ops.invalidate({self.name: reason})  # first, because it may raise
             self.deregistration_reason = reason
             logs.registration.debug("%s is deregistered: %s", self, reason)
             self.outdate_plan()
-            if self.is_ours and (library := self._held_library) is not None:
-                libraries.deregister(library, self.name, reason)
+            if (library := self._held_library) is not None:
+                libraries.deregister(library, self.name)
 
     def library_closed(self) -> None:
         """Remove the rules from PyTorch's registries, after the library was closed."""
         with registration_lock:
             self.registered.close()
             if self.deregistration_reason is None:
-                self.deregistration_reason = libraries.library_closed_reason(str(self))
+                self.deregistration_reason = libraries.closing_reason(str(self))
                 self.outdate_plan()

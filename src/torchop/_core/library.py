@@ -7,20 +7,16 @@ from typing import Any
 
 import torch.library
 
-from torchop._compat import deregistration, libraries, operators
+from torchop._compat import libraries, torch_ops
 from torchop._core.lock import registration_lock, then_run_hooks
-from torchop._errors import OperatorGoneError
-from torchop._schema.naming import OpName
 
 
 class OwnLibrary(torch.library.Library):
     """A library whose operators raise OperatorGoneError once the library is closed."""
 
     def _destroy(self) -> None:
-        names = list(map(operators.parts, self._op_defs))
         with then_run_hooks():
-            deregistration.refuse_running(names)
-            deregistration.invalidate(names, libraries.library_closed_reason)
+            torch_ops.invalidate(libraries.closing_reasons(self._op_defs))
             try:
                 libraries.end(self)
             finally:
@@ -63,33 +59,3 @@ def all_process_definitions() -> list[str]:
         for namespace in list(_process_libraries)
         for name in list(process_definitions(namespace))
     ]
-
-
-def check_library(what: object, lib: torch.library.Library | None) -> None:
-    if lib is None:
-        return
-    if not isinstance(lib, torch.library.Library):
-        raise TypeError(f"{what}: lib expects a Library, got {type(lib).__name__}.")
-    if lib.m is None:
-        raise OperatorGoneError(
-            f"{what}: the Library object passed as lib has been destroyed. Pass a library that is "
-            "still open."
-        )
-
-
-def new_name(text: object, lib: torch.library.Library | None) -> OpName:
-    """Parse the name of a new operator, and check that `lib` can define the operator."""
-    name = OpName.parse_new(text)
-    check_library(name, lib)
-    if lib is None:
-        return name
-    if lib.kind == "IMPL":
-        raise ValueError(
-            f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."
-        )
-    if lib.ns != name.namespace:
-        raise ValueError(
-            f"{name}: lib is the library of the namespace {lib.ns!r}; name the operator "
-            f"'{lib.ns}::{name.local}', or pass a library of {name.namespace!r}."
-        )
-    return name

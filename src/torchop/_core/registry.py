@@ -11,14 +11,13 @@ from typing import Any, TypeAlias
 
 import torch.library
 
-from torchop._compat import deregistration, libraries, operators, registries, torch_ops
+from torchop._compat import libraries, operators, registries, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.declaration import Declaration, Site
 from torchop._core.definition import NOTHING, Definition
 from torchop._core.library import (
     DEFINITIONS,
     all_process_definitions,
-    check_library,
     process_definitions,
     process_library,
 )
@@ -34,7 +33,7 @@ from torchop._errors import (
     short_text,
     warn,
 )
-from torchop._schema.forms import Form, form_of_schema, form_tags
+from torchop._schema.forms import Form, form_of_schema
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 from torchop._schema.signatures import spell_function
@@ -68,6 +67,34 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
         return definition
     with registration_lock:
         return _in_library(name, process_library(name.namespace) if lib is None else lib)
+
+
+def check_library(what: object, lib: torch.library.Library | None) -> None:
+    if lib is None:
+        return
+    if not isinstance(lib, torch.library.Library):
+        raise TypeError(f"{what}: lib expects a Library, got {type(lib).__name__}.")
+    if lib.m is None:
+        raise OperatorGoneError(
+            f"{what}: the Library object passed as lib has been destroyed. Pass a library that is "
+            "still open."
+        )
+
+
+def check_owner(name: OpName, lib: torch.library.Library | None) -> None:
+    """Raise if `lib` cannot define an operator with this name."""
+    check_library(name, lib)
+    if lib is None:
+        return
+    if lib.kind == "IMPL":
+        raise ValueError(
+            f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."
+        )
+    if lib.ns != name.namespace:
+        raise ValueError(
+            f"{name}: lib is the library of the namespace {lib.ns!r}; name the operator "
+            f"'{lib.ns}::{name.local}', or pass a library of {name.namespace!r}."
+        )
 
 
 def op_name(op: OpLike, caller: str) -> OpName:
@@ -153,7 +180,7 @@ def find_schema(name: OpName) -> Schema:
     # write into a list.
     form = form_of_schema(parsed)
     tags = () if form is Form.PLAIN else operators.registered_tags(name.packet, name.overload)
-    is_tagged = not set(form_tags(form)).isdisjoint(tags)
+    is_tagged = not set(form.tags).isdisjoint(tags)
     return Schema(parsed, form=form if is_tagged else Form.PLAIN)
 
 
@@ -229,12 +256,14 @@ def replace(name: OpName, site: Site, define: Callable[[], Definition]) -> Defin
             existing = find_replaceable(name, site)
             if existing is None:  # as for almost all definitions
                 return define()
+            torch_ops.refuse_running([name])
             if existing is announced:
                 with torch_ops.preserve_packet(name.namespace, name.name):
                     if isinstance(existing, Definition):
                         existing.deregister(reason)
                     else:
-                        libraries.deregister(existing, name, reason)
+                        torch_ops.invalidate({name: reason})
+                        libraries.deregister(existing, name)
                     return define()
         # Emit the warning without holding the lock. If another thread replaces the operator in the
         # meantime, the next iteration warns about that thread's operator too.
@@ -273,7 +302,6 @@ def _announce(existing: Replaceable, name: OpName, site: Site) -> str:
 
     Do not warn if the same function is defined again, as in a notebook.
     """
-    deregistration.refuse_running([name])  # first, because it may raise
     if not isinstance(existing, Definition):
         _warn(name, "with torch.library.custom_op", str(site), "Rename one of them.")
         return f"{name} was replaced by the definition at {site}; use that one."

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch.library
 
 from torchop._compat import compilers
-from torchop._core.define import all_or_nothing
-from torchop._core.library import new_name
+from torchop._core.define import all_or_nothing, define
 from torchop._core.user_rule import rule_names
-from torchop._define.declare import declare, define_operator
+from torchop._define.declare import declare
 from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
 from torchop._errors import MissingKernelError, nearest, short_repr, users_place
 from torchop._rules.autograd.formula import Derived
+from torchop._schema.naming import OpName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,18 +117,18 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     Modeled after `torch.autograd.Function`.
     """
     place = users_place()
-    op_name = new_name(name, lib)
+    op_name = OpName.parse_new(name)
 
     @compilers.eager_only
     def decorate(cls: Any) -> CustomOp[..., Any]:
         plan = read_class(str(op_name), cls)
         devices = None if "forward" in plan.members else ()
-        attributes = dict(plan.attributes)
-        priority = attributes.pop("priority", ())
 
         def build() -> CustomOp[..., Any]:
-            declaration = declare(op_name, plan.function, place, device_types=devices, **attributes)
-            op: CustomOp[..., Any] = define_operator(declaration, lib, priority)
+            declaration = declare(
+                op_name, plan.function, place, device_types=devices, **plan.attributes
+            )
+            op: CustomOp[..., Any] = define(declaration, lib).handle
             for device, kernel in plan.kernels.items():
                 op.register_kernel(device, kernel)
             for rule, value in plan.rules.items():

@@ -7,14 +7,15 @@ import torch.library
 from typing_extensions import Required, TypedDict, Unpack  # Python 3.10 lacks two of them
 
 from torchop._compat import compilers
-from torchop._core.library import new_name
-from torchop._define.declare import declare, define_operator
+from torchop._core.define import define
+from torchop._define.declare import declare
 from torchop._define.handle import CustomOp
 from torchop._errors import short_text, users_place
 from torchop._rules.effect import Effect
 from torchop._rules.inlining import Compile
 from torchop._rules.kernels.devices import DeviceTypes
 from torchop._schema.declared import Tags
+from torchop._schema.naming import OpName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,7 +126,7 @@ def custom_op(
     if name is MISSING or mutates_args is MISSING:
         raise _missing_arguments("custom_op", name)
     place = users_place()
-    op_name = new_name(name, lib)
+    op_name = OpName.parse_new(name)
 
     @compilers.eager_only
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
@@ -139,9 +140,10 @@ def custom_op(
             tags=tags,
             effects=effects,
             compile=compile,
+            priority=priority,
             residuals=residuals,
         )
-        handle: CustomOp[P, R] = define_operator(declaration, lib, priority)
+        handle: CustomOp[P, R] = define(declaration, lib).handle
         return handle
 
     return decorate if fn is None else decorate(fn)
@@ -216,7 +218,7 @@ def triton_op(
     if name is MISSING or mutates_args is MISSING:
         raise _missing_arguments("triton_op", name)
     place = users_place()
-    op_name = new_name(name, None)
+    op_name = OpName.parse_new(name)
 
     @compilers.eager_only
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
@@ -226,7 +228,7 @@ def triton_op(
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True
         )
-        handle: CustomOp[P, R] = define_operator(declaration, None)
+        handle: CustomOp[P, R] = define(declaration).handle
         compilers.note_triton_kernels(handle.name, kernels)
         return handle
 

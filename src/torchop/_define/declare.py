@@ -7,20 +7,16 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch.library
-
 from torchop._compat import compilers
 from torchop._core.declaration import Declaration, Site
-from torchop._core.define import all_or_nothing, define
 from torchop._errors import Place, mistake, naming
 from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile, declared_inlining
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
-from torchop._rules.residuals import declare_residuals
+from torchop._rules.residuals.annotation import declared_types
 from torchop._schema import signatures
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
-from torchop._schema.forms import form_tags
 from torchop._schema.layouts import check_layouts, declared_layouts
 from torchop._schema.naming import OpName
 
@@ -36,6 +32,7 @@ def declare(
     tags: Tags = None,
     effects: Effect = None,
     compile: Compile = "opaque",
+    priority: Sequence[str] = (),
     residuals: Mapping[str, Any] | None = None,
     launches: bool = False,
     is_lenient: bool = False,
@@ -52,8 +49,12 @@ def declare(
         all_tags = checked_tags(tags)
         annotations = signatures.written_annotations(function)
         written = declared_layouts(annotations)
-        saved = declare_residuals(name, annotations.get("return"), residuals)
-        if saved is not None:
+        types = declared_types(annotations.get("return"), residuals)
+        saved = None
+        if types is not None:
+            from torchop._rules.residuals.declared import Declared  # rarely used
+
+            saved = Declared(name, types)
             function = saved.wrap(function)
         parsed, kernel, convention = declared_schema(name, function, schema, mutates_args, all_tags)
         check_no_generator(what, function, parsed)
@@ -75,10 +76,11 @@ def declare(
         devices,
         # Add the tags of the form, because compilers recognize in-place and out= operators only by
         # these tags.
-        tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
+        tags=tuple(dict.fromkeys((*all_tags, *parsed.form.tags))),
         effect=effect,
         inlined=inlined,
         launch=convention.kernel(_launching(function)) if launches else None,
+        priority=priority,
         residuals=saved,
         convention=convention,
         layouts=layouts,
@@ -95,14 +97,3 @@ def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return launch
-
-
-def define_operator(
-    declared: Declaration, lib: torch.library.Library | None, priority: Sequence[str] = ()
-) -> Any:
-    def build() -> Any:
-        handle = define(declared, lib).handle
-        handle.set_priority(priority)
-        return handle
-
-    return all_or_nothing(declared.name, build) if priority else define(declared, lib).handle

@@ -10,7 +10,6 @@ from typing_extensions import Self
 from torchop import _hooks
 from torchop._compat import (
     compilers,
-    deregistration,
     dispatch,
     inductor_writes,
     libraries,
@@ -275,7 +274,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         if operators.is_registered(name.packet, overload):
             place = users_place()
             raise already_defined(name, f"{place.file}:{place.line}")
-        deregistration.before_definition(*name)
+        torch_ops.before_definition(*name)
         result = define()
         follow()
     if "!" in schema:

@@ -9,8 +9,8 @@ import torch.library
 
 from torchop._compat import compilers, dispatch
 from torchop._compat.classes import Tag
-from torchop._core.library import check_library, process_library
-from torchop._core.registry import OpLike, op_name
+from torchop._core.library import process_library
+from torchop._core.registry import OpLike, check_library, op_name
 from torchop._define.library import (
     Library,
     checked_kernel,

@@ -15,7 +15,6 @@ from torchop._compat.classes import OpOverload
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.definition import Definition
-from torchop._core.library import new_name
 from torchop._core.lock import registration_lock
 from torchop._core.registry import find_replaceable
 from torchop._define.forms import schemas
@@ -136,7 +135,7 @@ def out_op(
     Modeled after PyTorch's structured kernels.
     """
     place = users_place()
-    op_name = new_name(name, lib)
+    op_name = OpName.parse_new(name)
     with naming(op_name):
         all_tags = checked_tags(tags)
     if form_of(all_tags) is not Form.PLAIN:

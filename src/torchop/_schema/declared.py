@@ -34,14 +34,21 @@ def declared_schema(
     `schema` is the author's hand-written schema, without the operator's name, or None to infer it
     from the annotations. The returned kernel takes arguments as the schema declares them.
     """
-    tree = FunctionTree(function, mutates_args, tags) if schema is None else None
-    text = _without_name(schema) if tree is None else tree.schema_text
-    parsed = parsed_schema(name, text, tags)
-    if tree is None:
-        compare.check_mutation(parsed, mutates_args)
-        compare.check_function(parsed, function)
-    if tree is None or tree.is_plain:
-        return parsed, function, FLAT
+    if schema is None:
+        return inferred_schema(name, FunctionTree(function, mutates_args, tags), tags)
+    parsed = parsed_schema(name, _without_name(schema), tags)
+    compare.check_mutation(parsed, mutates_args)
+    compare.check_function(parsed, function)
+    return parsed, function, FLAT
+
+
+def inferred_schema(
+    name: OpName, tree: FunctionTree, tags: tuple[Tag, ...]
+) -> tuple[Schema, Callable[..., Any], Convention]:
+    """Do the same as `declared_schema`, for the annotations of a function."""
+    parsed = parsed_schema(name, tree.schema_text, tags)
+    if tree.is_plain:
+        return parsed, tree.function, FLAT
     parsed.places = {leaf.name: leaf.path for leaf in tree.leaves}
     if tree.result is not None:
         parsed.result_places = [leaf.path for leaf in tree.result.leaves()]

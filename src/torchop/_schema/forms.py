@@ -39,6 +39,11 @@ class Form(enum.Enum):
     INPLACE = "torch.Tag.inplace"
     OUT = "torch.Tag.out"
 
+    @property
+    def tags(self) -> tuple[Tag, ...]:
+        """The tag of the form, if it has one. It has none before PyTorch 2.13."""
+        return tuple(tag for tag, form in _FORMS.items() if form is self)
+
 
 def form_of(tags: Iterable[Tag]) -> Form:
     forms = [_FORMS[tag] for tag in tags if tag in _FORMS]
@@ -52,11 +57,6 @@ _FORMS: dict[Tag, Form] = {
     for name, form in (("inplace", Form.INPLACE), ("out", Form.OUT))
     if (tag := getattr(Tag, name, None)) is not None
 }
-
-
-def form_tags(form: Form) -> tuple[Tag, ...]:
-    """Return the tags for a form as a tuple, which is empty before PyTorch 2.13."""
-    return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
 
 
 def form_of_schema(parsed: FunctionSchema) -> Form:

@@ -23,7 +23,7 @@ import torch
 from torch.export import ExportedProgram
 
 import torchop
-from torchop._compat import classes, opaque_types, operators
+from torchop._compat import classes, graphs, opaque_types
 from torchop._rules.providers import providers_of
 from torchop.extend import Operator, OpName, short_repr, warn
 
@@ -129,7 +129,7 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 def check_constants(ep: ExportedProgram, caller: str) -> None:
     """Raise if a program has constants that torch.export can write but not read again."""
-    for node in operators.nodes_in(ep.graph_module):
+    for node in graphs.nodes_in(ep.graph_module):
         for value in classes.tree_leaves((node.args, node.kwargs)):
             name = opaque_types.custom_class_name(type(value))
             if name is not None and not isinstance(value, (enum.Enum, torch.Generator)):
@@ -147,7 +147,7 @@ def check_finite(ep: ExportedProgram) -> None:
     Workaround: AOTInductor writes inf and nan as strings, and then cannot load the package
     (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp).
     """
-    for node in operators.nodes_in(ep.graph_module):
+    for node in graphs.nodes_in(ep.graph_module):
         if getattr(node.target, "namespace", "aten") in ("aten", "prims"):
             continue
         # The target may be a higher-order operator, such as auto_functionalized_v2.
@@ -168,7 +168,7 @@ def modules_of(ep: ExportedProgram) -> str:
     `ns::f[triton]` to the module that registered the provider.
     """
     # Look the operators up by name, in case they have been redefined since the export.
-    names = [op.name() for op in operators.in_graph(ep.graph_module)]
+    names = [op.name() for op in graphs.operators_in(ep.graph_module)]
     used = [Operator(OpName.parse(name), "save") for name in names]
     modules = {str(op): op.site.module for op in used if op.site is not None}
     for op in used:
@@ -191,7 +191,7 @@ def _in_program(name: str, read: Callable[[], bytes]) -> tuple[bytes | None, Ite
     if not name.endswith(".json"):
         return None, ()
     text = read().decode(errors="replace")
-    found = {*_OPERATOR.findall(text), *operators.CALLED_BY_NAME.findall(text)}
+    found = {*_OPERATOR.findall(text), *graphs.CALLED_BY_NAME.findall(text)}
     return None, [OpName(ns, op, "" if ov == "default" else ov) for ns, op, ov in found]
 
 
@@ -218,7 +218,7 @@ def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str
 
 def _called_operators(calls: Any) -> Iterable[OpName]:
     for node in calls["nodes"]:
-        for match in operators.CALLED_BY_NAME.findall(json.dumps(node)):
+        for match in graphs.CALLED_BY_NAME.findall(json.dumps(node)):
             yield OpName(*match)
         try:
             yield OpName.parse(node["node"]["target"])

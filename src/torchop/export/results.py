@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 
 import torchop
-from torchop._compat import operators
+from torchop._compat import graphs
 from torchop._compat.classes import TorchDispatchMode
 from torchop._compat.fake_results import copied, fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
@@ -46,7 +46,7 @@ def check_results(ep: ExportedProgram) -> None:
 
 def unsupported_results(ep: ExportedProgram) -> Iterator[str]:
     """Yield a message for each custom operator with result types AOTInductor does not support."""
-    for op in filter(_is_custom, operators.in_graph(ep.graph_module)):
+    for op in filter(_is_custom, graphs.operators_in(ep.graph_module)):
         kinds = [str(result.real_type) for result in op._schema.returns]
         if any(kind not in _SUPPORTED for kind in kinds):
             yield f"{op.name()} returns {', '.join(kinds)}"

@@ -21,7 +21,7 @@ import torchop.export
 from tests._support.devices import TYPE
 from tests._support.releases import INPLACE, OUT, needs_tags
 from tests.integration.compile.graphs import fresh_compiler
-from torchop._compat import operators
+from torchop._compat import graphs
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +267,7 @@ def test_a_saved_program_names_an_operator_that_is_called_by_name(namespace):
         torchop.register_fake(f"{namespace}::op.overload", fake, lib=library)
         op = getattr(torch.ops, namespace).op.overload
         program = torch.export.export(Model(), (torch.ones(2),)).run_decompositions()
-        assert op in operators.in_graph(program.graph_module)
+        assert op in graphs.operators_in(program.graph_module)
         file = io.BytesIO()
         torchop.export.save(program, file)
         file.seek(0)

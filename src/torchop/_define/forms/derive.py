@@ -16,14 +16,13 @@ from torchop._compat.classes import Tag
 from torchop._core.call import returned_arguments, returned_result
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import Definition
-from torchop._core.library import new_name
 from torchop._define.forms import schemas
 from torchop._define.forms.kernels import check_fits, check_outputs, metadata
 from torchop._define.forms.schemas import identified
 from torchop._errors import SchemaError, short_repr
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.helper_operators import define_derived
-from torchop._schema.forms import Form, form_tags
+from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -43,7 +42,8 @@ def derive_form(
         )
     check_derivable(functional.name, functional.schema, form)
     lib = functional.callers_library if lib is None else lib
-    op_name = new_name(str(schemas.form_name(functional.name, form)) if name is None else name, lib)
+    default = schemas.form_name(functional.name, form)
+    op_name = OpName.parse_new(str(default) if name is None else name)
     if form is Form.INPLACE:
         schema = schemas.inplace_schema(op_name, functional.schema)
     else:
@@ -114,7 +114,7 @@ def define_member(
     # Do not tag an out= form with `torch.Tag.out`: Inductor would replace the functional operator
     # with any overload that has this tag, and for most signatures, it would pass wrong arguments.
     # `_compat.planned_outputs` registers a correct replacement instead.
-    conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
+    conventional_tags = () if schema.form is Form.OUT else schema.form.tags
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
     declaration = Declaration(
         name,

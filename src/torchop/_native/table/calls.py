@@ -22,7 +22,6 @@ import torch
 
 from torchop import _hooks
 from torchop._compat import (
-    deregistration,
     dispatch,
     foreign_operators,
     inductor_writes,
@@ -190,7 +189,7 @@ def _count_calls(name: OpName, overload: OpOverload) -> None:
     the overload or packet is called. Calls under a mode are ignored, because they always go through
     the dispatcher.
     """
-    if _hooks.count_call is None or name.packet in deregistration.defined:
+    if _hooks.count_call is None or name.packet in torch_ops.defined:
         return
 
     def observe() -> bool:
@@ -296,7 +295,7 @@ def _before_plan(definition: Definition) -> None:
         definition.calls.attach()
     elif definition.is_ours:
         switch.obtain()
-    elif name.packet in deregistration.defined and entry_of(name) is None:
+    elif name.packet in torch_ops.defined and entry_of(name) is None:
         overload = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
         if overload is not None:
             attach(name, overload)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from torchop._compat import deregistration
+from torchop._compat import torch_ops
 from torchop._core.checking import checked
 from torchop._core.contract import result_check
 from torchop._core.definition import Definition
@@ -84,7 +84,7 @@ def registered_kernels(
     """
     keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
     kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
-    is_defined = name.packet in deregistration.defined
+    is_defined = name.packet in torch_ops.defined
     return {
         kernel: getattr(kernel, KERNEL_ATTRIBUTE, kernel)
         for kernel in kernels

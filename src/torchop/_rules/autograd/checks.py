@@ -6,7 +6,7 @@ from torchop._compat import dispatch
 from torchop._core.definition import Definition
 from torchop._errors import GradientError, RuleSignatureError
 from torchop._rules.effect import EffectRule
-from torchop._schema.forms import Form, form_tags
+from torchop._schema.forms import Form
 from torchop._schema.schema import TENSOR_LISTS
 
 _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
@@ -130,11 +130,7 @@ def _non_functional_problem(definition: Definition) -> str | None:
     if schema.returns_written:
         # torch.Tag.inplace exists only since PyTorch 2.13, so the message omits the tag on older
         # releases.
-        tag = (
-            " without being tagged as in-place (torch.Tag.inplace)"
-            if form_tags(Form.INPLACE)
-            else ""
-        )
+        tag = " without being tagged as in-place (torch.Tag.inplace)" if Form.INPLACE.tags else ""
         return f"it returns a tensor that it mutates{tag}"
     tensors = [argument for argument in schema.arguments if argument.holds_tensors]
     if schema.is_mutable and all(argument.is_mutated for argument in tensors):

@@ -19,9 +19,14 @@ import torch.library
 from torchop._compat import compilers, libraries
 from torchop._core.call import Call
 from torchop._core.definition import Definition
-from torchop._core.library import check_library
 from torchop._core.lock import registration_lock
-from torchop._core.registry import find_schema, op_name, own_definition, resolve
+from torchop._core.registry import (
+    check_library,
+    find_schema,
+    op_name,
+    own_definition,
+    resolve,
+)
 from torchop._errors import naming, nearest, short_repr
 from torchop._rules.kernels import register
 from torchop._rules.kernels.devices import DeviceTypes, known_devices

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._rules.residuals.annotation import Residuals as Residuals
-from torchop._rules.residuals.annotation import declared_types
 from torchop._rules.residuals.handover import records_gradient as records_gradient
 from torchop._rules.residuals.handover import residuals as residuals
-from torchop._schema.naming import OpName
-
-
-def declare_residuals(name: OpName, returned: Any, types: Mapping[str, Any] | None) -> Any:
-    types = declared_types(returned, types)
-    if types is None:
-        return None
-    from torchop._rules.residuals.declared import Declared  # rarely used
-
-    return Declared(name, types)
 
 
 def residual_count(op: OpLike) -> int:

@@ -18,9 +18,10 @@ from torchop._rules.residuals.handover import (
     wrap_kernel,
 )
 from torchop._rules.residuals.training import WithResiduals
-from torchop._schema.declared import declared_schema
+from torchop._schema.declared import inferred_schema
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
+from torchop._schema.tree import FunctionTree
 
 _class_named: Callable[[str, Mapping[str, Any]], Any] = namedtuple
 
@@ -49,7 +50,7 @@ class Declared:
 
             returned = GenericAlias(tuple, each) if len(each) > 1 else each[0]
             saved.__annotations__["return"] = returned
-            self.schema, _, declared = declared_schema(name, saved, None, (), ())
+            self.schema, _, declared = inferred_schema(name, FunctionTree(saved, ()), ())
         except (SchemaError, TypeError, ValueError) as error:
             raise mistake(f"residuals={short_repr(types)}: {error}") from None
         self.structure = declared.structure
