@@ -9,7 +9,7 @@ from torch import Tensor
 import torchop
 from tests._support.common import needs_native
 from tests._support.devices import BACKEND, TYPE
-from tests._support.forking import run_forked
+from tests._support.forking import run_compiling
 from tests.accelerate.support import T
 
 pytestmark = needs_native
@@ -297,6 +297,6 @@ def test_a_process_without_acceleration_changes_nothing():
             assert torchop.native.counters(op) == {}, torchop.native.counters(op)
             print(torchop.accelerate("n::op"))
     """
-    ran = run_forked(code, TORCHOP_NATIVE="0")
+    ran = run_compiling(code, TORCHOP_NATIVE="0")
     assert ran.returncode == 0, ran.stderr
     assert "the native call path is not loaded" in ran.stdout

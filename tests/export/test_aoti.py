@@ -147,12 +147,17 @@ def test_exported_files_work_in_another_process(shipped: Path) -> None:
     assert "<torch_package_" in replaced
 
 
-def test_a_default_dtype_that_the_call_omits_is_packaged(namespace: str, tmp_path: Path) -> None:
+def test_a_package_calls_with_omitted_dtypes_and_rejects_results_of_other_dtypes(
+    namespace: str, tmp_path: Path
+) -> None:
+    """Test both with one package, because compiling a package takes long."""
+    is_wrong = False
+
     @torchop.custom_op(f"{namespace}::cast", mutates_args=())
     def cast(
         x: torch.Tensor, dtype: torch.dtype = torch.float64, *, other: torch.dtype = torch.float16
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.to(dtype, copy=True), x.to(other, copy=True)
+        return x.to(dtype, copy=True), x.to(torch.int8 if is_wrong else other, copy=True)
 
     cast.register_fake(
         lambda x, dtype, *, other: (
@@ -168,5 +173,8 @@ def test_a_default_dtype_that_the_call_omits_is_packaged(namespace: str, tmp_pat
     program = torch.export.export(Model(), (torch.ones(3),))
     with pytest.warns(UserWarning, match="calls Python kernels"):
         path = torchop.export.aoti_package(program, tmp_path / "model.pt2")
-    results = torchop.export.load_package(path)(torch.ones(3))
-    assert [result.dtype for result in results] == [torch.float64, torch.float16]
+    model = torchop.export.load_package(path)
+    assert [result.dtype for result in model(torch.ones(3))] == [torch.float64, torch.float16]
+    is_wrong = True
+    with pytest.raises(RuntimeError, match=f"{namespace}::cast: the kernel returned"):
+        model(torch.ones(3))

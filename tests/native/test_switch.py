@@ -10,7 +10,7 @@ import torch
 
 import torchop
 from tests._support.common import assert_clean, needs_native
-from tests._support.forking import run_forked
+from tests._support.forking import run_compiling, run_forked
 from tests.native.conftest import Environment
 from torchop._native import switch
 from torchop._native.extension import recipe
@@ -362,13 +362,13 @@ def test_the_build_starts_at_call_1000(form: str, unusable: dict[str, str], tmp_
     except torchop.native.NativeUnavailableError:
         print("done")
     """
-    done = run_forked(COUNTED + FORMS[form] + body, **unusable)
+    done = run_compiling(COUNTED + FORMS[form] + body, **unusable)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert (tmp_path / "runs").read_text() == "run\n"
 
 
 def test_undo_stops_counting(unusable: dict[str, str], tmp_path: Path) -> None:
-    done = run_forked(
+    done = run_compiling(
         COUNTED
         + """
     op = torch.library.custom_op("counted::op", f, mutates_args=())
@@ -388,7 +388,7 @@ def test_undo_stops_counting(unusable: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_calls_under_a_mode_do_not_count(unusable: dict[str, str]) -> None:
-    done = run_forked(
+    done = run_compiling(
         COUNTED
         + """
     from torch._subclasses import FakeTensorMode

@@ -141,7 +141,7 @@ def test_calls_fails_if_calls_are_not_native() -> None:
         with torchop.native.disabled():
             calls.time_row("1 tensor", calls.case_row(_cases.ONE, cpp=False), 1)
     """
-    process = run_forked(program, timeout=300)
+    process = run_compiling(program)
     assert process.returncode == 1
     message = (
         "RuntimeError: 1 tensor: calls to torchop incremented the counters ['switched_off'] "

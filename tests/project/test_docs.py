@@ -36,6 +36,7 @@ from torchop._rules.providers import tuned
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"  # its blocks run one by one, in a test of their own
 PLAIN = {"", "bash", "console", "text", "toml"}  # blocks that are not executed
 DIRECTIVES = {"{eval-rst}", "{image}", "{include}", "{toctree}"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -170,7 +171,7 @@ def _parameter(page: Path) -> Any:
 
 
 @pytest.mark.project
-@pytest.mark.parametrize("page", [_parameter(page) for page in PAGES])
+@pytest.mark.parametrize("page", [_parameter(page) for page in PAGES if page != README])
 def test_examples_of_page_run(page: Path) -> None:
     run_page(page)
 
@@ -181,13 +182,13 @@ def test_pages_contain_examples() -> None:
     lessons = {page for page in PAGES if page.parent.name in {"tutorials", "how-to"}}
     assert len(lessons) >= 15
     reference = {DOCS / "reference" / name for name in ("schema-types.md", "errors.md")}
-    for page in {ROOT / "README.md", DOCS / "index.md"} | lessons | reference:
+    for page in {README, DOCS / "index.md"} | lessons | reference:
         assert counts[page] > 0, page
     assert sum(counts.values()) > 60
 
 
 def test_each_block_of_the_readme_runs_alone(tmp_path: Path) -> None:
-    blocks = collect(ROOT / "README.md")
+    blocks = collect(README)
     assert len(blocks) >= 2
     for block in blocks:
         output = f"```output\n{block.output}```\n" if block.output else ""
@@ -200,7 +201,7 @@ def test_readme_and_architecture_are_short() -> None:
 
 
 def test_first_screen_of_the_readme_shows_purpose_and_speed() -> None:
-    screen = (ROOT / "README.md").read_text(encoding="utf-8").partition("## ")[0]
+    screen = README.read_text(encoding="utf-8").partition("## ")[0]
     assert "turns Python functions into PyTorch operators" in screen
     assert "Why" in screen
     for door in ("--torchop-check", "torchop.accelerate(", "@torchop.custom_op("):
@@ -209,7 +210,7 @@ def test_first_screen_of_the_readme_shows_purpose_and_speed() -> None:
 
 
 def test_quick_start_is_short() -> None:
-    code = collect(ROOT / "README.md")[-1].code
+    code = collect(README)[-1].code
     assert "custom_op" in code
     assert "torch.compile" in code
     assert len([line for line in code.splitlines() if line.strip()]) <= 20

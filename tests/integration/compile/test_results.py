@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import torchop
-import torchop.export
 
 
 def define(namespace: str, result: str) -> tuple[Any, list[torch.dtype]]:
@@ -47,21 +46,3 @@ def test_result_of_another_dtype_is_rejected(
     expected = f"{namespace}::ones: the kernel returned .* torch.float32 on cpu. Make both agree"
     with pytest.raises(RuntimeError, match=expected):
         function(torch.zeros(4))
-
-
-@pytest.mark.filterwarnings("ignore:aoti_package")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_package_rejects_a_result_of_another_dtype(namespace: str, tmp_path: Any) -> None:
-    op, dtypes = define(namespace, "Tensor")
-
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return doubled(op(x))
-
-    program = torch.export.export(Model(), (torch.zeros(4),))
-    package = torchop.export.aoti_package(program, tmp_path / "model.pt2")
-    model = torchop.export.load_package(package)
-    assert model(torch.zeros(4)).tolist() == [2.0] * 4
-    dtypes[0] = torch.float64
-    with pytest.raises(RuntimeError, match=f"{namespace}::ones: the kernel returned"):
-        model(torch.zeros(4))

@@ -20,7 +20,7 @@ from torch.distributed.tensor._sharding_prop import _select_min_cost_strategy
 
 import torchop
 from tests._support.common import assert_clean
-from tests._support.forking import run_forked
+from tests._support.forking import run_compiling
 from tests._support.strategies import stable
 from tests.rules.user.sharding import ranks
 from torchop._compat import dtensor_moves
@@ -208,4 +208,4 @@ def test_sizes_are_symbolic_in_compiled_calls(rule: str) -> None:
             y.sum().backward()
             print(tuple(y.shape), y.placements == x.grad.placements == x.placements)
     """
-    assert assert_clean(run_forked(source)).splitlines() == ["(4, 3) True", "(6, 3) True"]
+    assert assert_clean(run_compiling(source)).splitlines() == ["(4, 3) True", "(6, 3) True"]

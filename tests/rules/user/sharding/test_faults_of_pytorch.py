@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental import register_sharding as stock_reg
 
 import torchop
 from tests._support.common import assert_clean
-from tests._support.forking import run_forked
+from tests._support.forking import run_compiling
 from tests.rules.user.sharding.operators import X, define, sine
 from tests.rules.user.sharding.ranks import assert_right, gathered, on_mesh, words
 
@@ -148,7 +148,7 @@ def test_rule_registered_again_applies_in_other_threads(namespace: str) -> None:
         thread.join()
         dist.destroy_process_group()
     """
-    assert assert_clean(run_forked(source)).splitlines() == ["S(0) S(0)", "R R", "S(0) S(0)"]
+    assert assert_clean(run_compiling(source)).splitlines() == ["S(0) S(0)", "R R", "S(0) S(0)"]
 
 
 def test_tensors_by_keyword_are_moved(namespace: str, mesh: Any) -> None:
