@@ -22,7 +22,6 @@ from torchop._rules.effect import EffectRule
 from torchop._rules.effect import install as install_effect
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.fake.rule import install as install_fake
-from torchop._rules.functionalization.rule import FunctionalizationRule
 from torchop._rules.functionalization.rule import install as install_functionalization
 from torchop._rules.inlining import InliningRule
 from torchop._rules.inlining import install as install_inlining
@@ -44,7 +43,6 @@ RULES: tuple[type[CompiledRule[Any]], ...] = (
     EffectRule,
     InliningRule,
     LayoutRule,
-    FunctionalizationRule,
 )
 INSTALLERS: tuple[Installer, ...] = (
     install_kernels,

@@ -41,14 +41,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from torchop._compat import dispatch
 from torchop._compat.classes import FunctionalTensorMode, OpOverload, ProxyTorchDispatchMode
 from torchop._core.call import mutated_tensors, returned_result
-from torchop._core.definition import NOTHING, CompiledRule, Definition
+from torchop._core.definition import NOTHING, Definition
 from torchop._core.registered import Registrations
 from torchop._core.registry import find_schema, op_name, own_definition
 from torchop._errors import TracingError
@@ -74,31 +74,7 @@ from torchop._rules.functionalization.misread_views import (
 )
 from torchop._rules.helper_operators import HelperOperator
 from torchop._schema.forms import Form
-from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
-
-
-class Traced(NamedTuple):
-    """How compilers trace calls to an operator that mutates arguments.
-
-    Attributes:
-        helpers: the helper operators that may replace the operator, by kind.
-        untraceable: the types of results that a compiler would replace with constants.
-    """
-
-    name: OpName
-    schema: Schema
-    helpers: Mapping[str, HelperOperator] = NOTHING
-    untraceable: tuple[str, ...] = ()
-
-
-class FunctionalizationRule(CompiledRule[Traced]):
-    """How compilers trace an operator that mutates arguments."""
-
-    def compile(self) -> Traced:
-        definition, schema = self.definition, self.definition.schema
-        untraceable = [kind for kind in _traced_results(schema) if kind not in _TRACEABLE]
-        return Traced(definition.name, schema, definition.helpers, tuple(untraceable))
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
@@ -132,20 +108,19 @@ def install_low_level(registered: Registrations, *, is_mutable: bool) -> None:
 
 def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
     """Trace a call in FunctionalTensorMode."""
-    traced = _traced(op)
-    schema = traced.schema
-    if traced.untraceable:
-        raise TracingError(
-            f"{traced.name} mutates an argument and returns {', '.join(traced.untraceable)}. A "
-            "compiler would keep the value that the fake kernel returned. Return tensors instead, "
-            f"0-dim for numbers. Got {schema}."
-        )
+    name = op_name(op, "torch.compile")
+    definition = own_definition(op, name)
+    if definition is None:
+        schema, helpers = find_schema(name), NOTHING
+    else:
+        schema, helpers = definition.schema, definition.helpers
+        _check_results(definition)
     args, kwargs = schema.fill_defaults(args, kwargs or {})
     keep_mutated_copies(mode, schema, args, kwargs)
-    call, copies = copy_misread_views(mode, traced.name, schema, args, kwargs)
+    call, copies = copy_misread_views(mode, name, schema, args, kwargs)
     call = copy_hidden_aliases(mode, schema, *call)
     with marked(op, args, kwargs):
-        result, written = _trace(traced, mode, op, types, *call)
+        result, written = _trace(schema, helpers, mode, op, types, *call)
     if result is NotImplemented:
         return result  # another mode or subclass may handle the call
     with mode:
@@ -163,16 +138,21 @@ def _install(registered: Registrations, trace: Callable[..., Any]) -> None:
     registered.add_default_rule(ProxyTorchDispatchMode, regions.trace)
 
 
-def _traced(op: OpOverload) -> Traced:
-    name = op_name(op, "torch.compile")
-    definition = own_definition(op, name)
-    if definition is None:
-        return Traced(name, find_schema(name))
-    return definition.plan[FunctionalizationRule]
+def _check_results(definition: Definition) -> None:
+    """Raise if a compiler would replace a result with the value that the fake kernel returned."""
+    schema = definition.schema
+    untraceable = [kind for kind in _traced_results(schema) if kind not in _TRACEABLE]
+    if untraceable:
+        raise TracingError(
+            f"{definition} mutates an argument and returns {', '.join(untraceable)}. A compiler "
+            "would keep the value that the fake kernel returned. Return tensors instead, 0-dim for "
+            f"numbers. Got {schema}."
+        )
 
 
 def _trace(
-    traced: Traced,
+    schema: Schema,
+    helpers: Mapping[str, HelperOperator],
     mode: Any,
     op: OpOverload,
     types: Any,
@@ -183,23 +163,22 @@ def _trace(
 
     Return the result, and pairs of a mutated argument and its new value, which the caller must copy
     into the argument. The list of pairs is empty unless `name__functional` was traced, because the
-    other operators write the new values themselves.
+    other operators write the new values themselves. `helpers` maps kinds to helper operators.
     """
-    schema = traced.schema
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     kind = _kind(schema, args, kwargs, mutated)
     if kind is None:
         return in_autocast.trace(mode, op, types, args, kwargs), []
     if kind is Functional and (names := names_if_shared(schema, args, kwargs, mutated)):
         raise TracingError(
-            f"{traced.name} was called with mutated arguments that share memory ({names}). An "
+            f"{op._name} was called with mutated arguments that share memory ({names}). An "
             "operator that mutates and returns a list is compiled into one that writes into "
             "copies, and these would not share memory. Pass tensors that share no memory, or "
             "return a tuple of tensors instead of a list."
         )
-    helper = traced.helpers.get(kind.kind)
+    helper = helpers.get(kind.kind)
     if helper is None:
-        if dispatch.has_kernel(str(traced.name), "Functionalize"):  # registered by the user
+        if dispatch.has_kernel(op._name, "Functionalize"):  # registered by the user
             return in_autocast.trace(mode, op, types, args, kwargs), []
         returns_arguments = schema.form is not Form.PLAIN
         result = in_autocast.trace_by_name(
