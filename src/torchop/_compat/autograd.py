@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import Context
 from typing import Any
 
@@ -81,22 +81,31 @@ def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
 
 def all_affect(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether autograd recorded a path from each input to at least one of the outputs."""
+    wanted = set(_edges_of(inputs))
+    return wanted <= set(reached_edges(outputs, wanted))
 
-    def edges_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
-        edges: list[Any] = list(map(get_gradient_edge, tensors))
-        return [(edge.node, edge.output_nr) for edge in edges]
 
-    wanted, edges = set(edges_of(inputs)), edges_of(outputs)
-    found: set[tuple[Any, int]] = set()
+def reached_edges(
+    tensors: Iterable[torch.Tensor], end: Collection[tuple[Any, int]] = ()
+) -> Iterator[tuple[Any, int]]:
+    """Follow the autograd graph from tensors that require grad to the leaves, and yield the edges.
+
+    An edge consists of a node and the index of one of the node's outputs. The edges before an edge
+    in `end` are left out.
+    """
+    edges = _edges_of(tensors)
     seen: set[Any] = {None}
-    while edges and wanted != found:
+    while edges:
         edge = edges.pop()
-        if edge in wanted:
-            found.add(edge)
-        elif edge[0] not in seen:
+        yield edge
+        if edge not in end and edge[0] not in seen:
             seen.add(edge[0])
             edges += edge[0].next_functions
-    return wanted == found
+
+
+def _edges_of(tensors: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
+    edges: list[Any] = list(map(get_gradient_edge, tensors))
+    return [(edge.node, edge.output_nr) for edge in edges]
 
 
 def input_gradients(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchop._compat import autograd
 from torchop._compat.classes import tree_leaves
 
 
@@ -46,7 +47,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
     # saved tensor that is also its own result.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
-    for node in _nodes(results):
+    outputs = [v for v in tree_leaves(results) if isinstance(v, Tensor) and v.requires_grad]
+    for node in {node for node, _ in autograd.reached_edges(outputs)}:
         saved += [v for v in tree_leaves(getattr(node, "__dict__", {})) if isinstance(v, Tensor)]
     storages = {}
     for tensor in saved:
@@ -56,14 +58,3 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         else:
             storages[id(tensor)] = tensor.numel() * tensor.element_size()
     return sum(storages.values())
-
-
-def _nodes(results: Any) -> Iterator[Any]:
-    waiting = [value.grad_fn for value in tree_leaves(results) if isinstance(value, Tensor)]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [following for following, _ in node.next_functions]

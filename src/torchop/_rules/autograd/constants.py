@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from torchop._compat import autograd, functorch
+from torchop._compat.classes import tree_leaves, tree_map
 from torchop._core.call import replaced, tensors_in
 from torchop._errors import MissingFormulaError
 from torchop._rules.autograd.gradients import flatten, is_differentiable
@@ -104,18 +105,19 @@ def find_computed(
     If `ctx` holds tensors other than `values`, run `setup_context` again with autograd enabled, to
     find out which operands these tensors depend on.
     """
-    known = set(map(id, _tensors(values)))
+    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    known = set(map(id, tensors))
     stored = tensors_in((*(ctx.to_save or ()), *vars(ctx).values()))
     if all(id(tensor) in known or not is_differentiable(tensor) for tensor in stored):
         return Computed()
     leaves: dict[int, Tensor] = {}
-    devices = {tensor.device.index for tensor in _tensors(values) if tensor.is_cuda}
+    devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
     try:
         with autograd.above_autograd(), torch.random.fork_rng(devices):
-            for tensor in _tensors(values):
+            for tensor in tensors:
                 if is_differentiable(tensor):
                     leaves[id(tensor)] = tensor.detach().requires_grad_()
-            *arguments, flat = _replaced(values, leaves)
+            *arguments, flat = tree_map(lambda value: leaves.get(id(value), value), values)
             again: Any = FunctionCtx()
             again.needs_input_grad = ctx.needs_input_grad
             setup(again, *arguments, **residuals(flat))
@@ -129,9 +131,10 @@ def find_computed(
         found: set[int] = set()
         for tensor in tensors_in((value,)):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                for leaf in _leaves_of(tensor):
-                    # Any other leaf is a result or a residual, which depends on all inputs.
-                    found |= {places[id(leaf)]} if id(leaf) in places else every
+                for node, _ in autograd.reached_edges([tensor]):
+                    if (leaf := getattr(node, "variable", None)) is not None:
+                        # Any other leaf is a result or a residual, which depends on all inputs.
+                        found |= {places[id(leaf)]} if id(leaf) in places else every
         return frozenset(found)
 
     of_saved = {n: sources(tensor) for n, tensor in enumerate(saved)}
@@ -184,36 +187,7 @@ def _through_computed(op: object) -> MissingFormulaError:
     )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
-
-
-def _replaced(value: Any, leaves: Mapping[int, Tensor]) -> Any:
-    if isinstance(value, dict):
-        return {name: _replaced(item, leaves) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)([_replaced(item, leaves) for item in value])
-    return leaves.get(id(value), value)
-
-
 def _places(operands: Iterable[Any], leaves: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
     for index, operand in enumerate(operands):
         if id(operand) in leaves:
             yield index, leaves[id(operand)]
-
-
-def _leaves_of(tensor: Tensor) -> Iterator[Tensor]:
-    nodes, seen = [tensor.grad_fn], set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        nodes += [following for following, _ in node.next_functions]

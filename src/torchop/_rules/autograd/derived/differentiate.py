@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchop._compat import autograd, dispatch, functorch
+from torchop._compat.classes import tree_leaves
 from torchop._core.call import as_tuple
 from torchop._core.contract import storage_of, version_of
 from torchop._core.definition import Definition
@@ -267,7 +268,7 @@ class DependencyMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        inputs = list(_tensors((*args, *(kwargs or {}).values())))
+        inputs = _tensors((args, kwargs))
         versions = list(map(version_of, inputs))
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
@@ -276,7 +277,7 @@ class DependencyMode(TorchFunctionMode):
             origin = resolve_name(func) or name
         if name in _EXPORTS_DATA:
             self._exported = self._exported or origin
-        for tensor in _tensors((result,)):
+        for tensor in _tensors(result):
             # Functions such as `zeros_like` and `new_zeros` do not read the values of a tensor, so
             # their results do not depend on it.
             is_just_like = name.endswith("_like") or name.startswith("new_")
@@ -304,9 +305,5 @@ def _memory_of(tensor: Tensor) -> int:
     return storage_of(tensor) if is_plain else id(tensor)
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
