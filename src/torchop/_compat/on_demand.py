@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shlex
 import subprocess
@@ -13,7 +12,6 @@ import torch
 
 from torchop._compat import schemas
 from torchop._compat.compilers import DYNAMO
-from torchop._compat.settings import changed
 
 
 def import_dynamo() -> str:
@@ -41,13 +39,15 @@ def compile_aoti_package(
         return str(compile_package(program, package_path=path, inductor_configs=configs))
 
 
-def _default_dtypes() -> contextlib.AbstractContextManager[None]:
+def _default_dtypes() -> contextlib.AbstractContextManager[Any]:
     """Write omitted dtype arguments into an AOTInductor package as dtypes rather than ints.
 
     `ExternKernel.fill_non_provided_args` (torch/_inductor/ir.py) fills in the default of an omitted
     argument from the schema, which stores dtypes as ints. But the package loader
     (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp) rejects an int for a dtype.
     """
+    from unittest import mock  # slow import
+
     from torch._inductor.ir import ExternKernel  # imports Inductor
 
     fill = ExternKernel.fill_non_provided_args
@@ -64,8 +64,7 @@ def _default_dtypes() -> contextlib.AbstractContextManager[None]:
         names = [properties["name"] for properties in self.arg_properties]
         return [*map(converted, names, fill(self, args, kwargs))]
 
-    change = functools.partial(setattr, ExternKernel, "fill_non_provided_args")
-    return changed(change, fill_with_dtypes, fill)
+    return mock.patch.object(ExternKernel, "fill_non_provided_args", fill_with_dtypes)
 
 
 def build_library(source: str, path: str) -> None:

@@ -79,8 +79,6 @@ class Settings:
     tuner: Tuner | None = None
 
 
-_MOST_SETTINGS = 1000
-_settings: dict[Any, Settings] = {}
 NO_BLOCK = Settings()
 
 
@@ -114,11 +112,13 @@ def _settings_of(blocks: tuple[priority, ...]) -> Settings:
     flags: dict[str, Any] = {}
     for block in blocks:
         flags |= {name: flag for name, flag in block._flags.items() if flag is not None}
-    orders = tuple(block._orders for block in reversed(blocks) if block._orders)
-    key = *(tuple(each.items()) for each in orders), tuple(sorted(flags.items()))
-    if len(_settings) >= _MOST_SETTINGS:
-        _settings.clear()  # limits the memory if a program keeps creating new orders
-    return _settings.setdefault(key, Settings(orders, **flags))
+    orders = (tuple(block._orders.items()) for block in reversed(blocks) if block._orders)
+    return _settings(tuple(orders), tuple(sorted(flags.items())))
+
+
+@functools.lru_cache(1000)
+def _settings(orders: tuple[tuple[Any, ...], ...], flags: tuple[tuple[str, Any], ...]) -> Settings:
+    return Settings(tuple(map(dict, orders)), **dict(flags))
 
 
 # The orders from `torchop.set_priority`. Calls read this mapping without a lock, which is safe

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +19,6 @@ from torch import Tensor
 from torchop import _hooks
 from torchop._compat import autocasting, devices, dispatch, schemas
 from torchop._compat.classes import Tag, TorchDispatchMode
-from torchop._compat.settings import changed
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.generators import Generator, devices_of, generators_of
@@ -161,7 +159,8 @@ def replayed(
     with capture_guard(definition, ambient_state(values)), contextlib.ExitStack() as blocks:
         if packed is not None:
             if (of_run := _DTYPES[dtype]) is not (default := torch.get_default_dtype()):
-                blocks.enter_context(changed(torch.set_default_dtype, of_run, default))
+                blocks.callback(torch.set_default_dtype, default)
+                torch.set_default_dtype(of_run)
             if (name := device.rstrip(b"\0").decode()) != dispatch.default_device():
                 blocks.enter_context(dispatch.device(name or "cpu"))
         device_types = _device_types(values, count)
@@ -172,8 +171,8 @@ def replayed(
         if (wanted := (*others, *enabled)) or autocasting.is_enabled():
             blocks.enter_context(autocasting.restored(wanted))
         generators = [*generators_of(values, count)] if states else []
-        restore = functools.partial(_restore, generators)
-        blocks.enter_context(changed(restore, states, [*map(_read, generators)]))
+        blocks.callback(_restore, generators, [*map(_read, generators)])
+        _restore(generators, states)
         return run()
 
 
