@@ -265,15 +265,14 @@ bool add_choice_type(PyObject* module) {
       {Py_tp_doc, const_cast<char*>("Selects a provider for each call, and calls its kernel.")},
       {0, nullptr},
   };
-  static PyType_Spec spec = {
+  PyTypeObject* made;
+  return add_type(
+      module,
       "torchop._native._call_path.Choice",
       sizeof(Choice),
-      0,
-      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
       slots,
-  };
-  PyTypeObject* made;
-  return add_type(module, spec, made);
+      made,
+      Py_TPFLAGS_HAVE_VECTORCALL);
 }
 
 } // namespace torchop

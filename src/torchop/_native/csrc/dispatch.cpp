@@ -37,26 +37,20 @@ const void* boxed_function(const c10::KernelFunction& kernel) {
   return reinterpret_cast<const void*>(member_of(Function{}, member_of(Boxed{}, kernel)));
 }
 
-const void* vtable_of(const c10::OperatorKernel* functor) {
-  const void* vtable;
-  std::memcpy(&vtable, static_cast<const void*>(functor), sizeof(vtable));
-  return vtable;
+// Reads a member of a functor whose class no header declares.
+template <class Member>
+Member read_at(const c10::OperatorKernel* functor, size_t offset) {
+  Member member;
+  std::memcpy(&member, reinterpret_cast<const char*>(functor) + offset, sizeof(member));
+  return member;
 }
 
-unsigned char byte_at(const c10::OperatorKernel* functor, size_t offset) {
-  return reinterpret_cast<const unsigned char*>(functor)[offset];
+const void* vtable_of(const c10::OperatorKernel* functor) {
+  return read_at<const void*>(functor, 0);
 }
 
 bool takes_keys_or_operator(const c10::OperatorKernel* functor) {
-  uint16_t flags;
-  std::memcpy(&flags, reinterpret_cast<const char*>(functor) + keys_flag_offset, sizeof(flags));
-  return flags != 0;
-}
-
-PyObject* word_at(const c10::OperatorKernel* functor, size_t offset) {
-  PyObject* word;
-  std::memcpy(&word, reinterpret_cast<const char*>(functor) + offset, sizeof(word));
-  return word;
+  return read_at<uint16_t>(functor, keys_flag_offset) != 0;
 }
 
 } // namespace
@@ -72,14 +66,14 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
     return nullptr;
   if (C10_UNLIKELY(vtable_of(functor) != holder_vtable))
     return bypassed_function(*functor);
-  return word_at(functor, holder_offset);
+  return read_at<PyObject*>(functor, holder_offset);
 }
 
 void replace_python_function(const c10::KernelFunction& kernel, PyObject* function) {
   if (!is_python_kernel(kernel))
     return;
   const c10::OperatorKernel* functor = functor_of(kernel);
-  THPObjectPtr before(word_at(functor, holder_offset));
+  THPObjectPtr before(read_at<PyObject*>(functor, holder_offset));
   Py_INCREF(function);
   std::memcpy(
       reinterpret_cast<char*>(const_cast<c10::OperatorKernel*>(functor)) + holder_offset,
@@ -112,7 +106,7 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   // because the object is larger than the range that we search.
   constexpr size_t last = 4 * sizeof(void*);
   for (size_t offset = sizeof(void*); offset <= last; offset += sizeof(void*)) {
-    if (word_at(functor, offset) == function) {
+    if (read_at<PyObject*>(functor, offset) == function) {
       holder_vtable = vtable_of(functor);
       holder_offset = offset;
       return true;
@@ -128,10 +122,9 @@ bool probe_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& wi
   const size_t offset = holder_offset + 2 * sizeof(void*) + sizeof(DispatchKey);
   const auto has_flags = [&](const c10::KernelFunction& kernel, int takes_keys) {
     const c10::OperatorKernel* functor = functor_of(kernel);
-    DispatchKey key;
-    std::memcpy(&key, reinterpret_cast<const char*>(functor) + offset - sizeof(key), sizeof(key));
-    return key == DispatchKey::CPU && byte_at(functor, offset) == takes_keys &&
-        byte_at(functor, offset + 1) == 0;
+    return read_at<DispatchKey>(functor, offset - sizeof(DispatchKey)) == DispatchKey::CPU &&
+        read_at<unsigned char>(functor, offset) == takes_keys &&
+        read_at<unsigned char>(functor, offset + 1) == 0;
   };
   keys_flag_offset = has_flags(without, 0) && has_flags(with, 1) ? offset : 0;
   return keys_flag_offset != 0;

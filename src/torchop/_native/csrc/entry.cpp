@@ -409,14 +409,7 @@ bool add_entry_type(PyObject* module) {
       {Py_tp_doc, const_cast<char*>("Receives an operator's calls.")},
       {0, nullptr},
   };
-  static PyType_Spec spec = {
-      "torchop._native._call_path.Entry",
-      sizeof(Entry),
-      0,
-      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-      slots,
-  };
-  return add_type(module, spec, entry_type);
+  return add_type(module, "torchop._native._call_path.Entry", sizeof(Entry), slots, entry_type);
 }
 
 } // namespace torchop

@@ -6,6 +6,12 @@
 
 namespace torchop {
 
+// The base class of the tag structs below. `Object` is the class with the private member.
+template <class Object>
+struct MemberOf {
+  using Class = Object;
+};
+
 // Makes a private member accessible through a loophole in C++: access checks do not apply to the
 // arguments of an explicit template instantiation ([temp.spec]). To expose another member, add a
 // tag struct, a declaration of `member_of` and an instantiation of `Expose`. If PyTorch renames a
@@ -17,65 +23,45 @@ struct Expose {
   }
 };
 
-struct OperatorDefinition {
-  using Class = c10::OperatorHandle;
-};
+struct OperatorDefinition : MemberOf<c10::OperatorHandle> {};
 auto& member_of(OperatorDefinition, const c10::OperatorHandle& object);
 template struct Expose<&c10::OperatorHandle::operatorDef_, OperatorDefinition>;
 
-struct Boxed {
-  using Class = c10::KernelFunction;
-};
+struct Boxed : MemberOf<c10::KernelFunction> {};
 auto& member_of(Boxed, const c10::KernelFunction& object);
 template struct Expose<&c10::KernelFunction::boxed_kernel_func_, Boxed>;
 
-struct Functor {
-  using Class = c10::BoxedKernel;
-};
+struct Functor : MemberOf<c10::BoxedKernel> {};
 auto& member_of(Functor, const c10::BoxedKernel& object);
 template struct Expose<&c10::BoxedKernel::functor_, Functor>;
 
-struct Function {
-  using Class = c10::BoxedKernel;
-};
+struct Function : MemberOf<c10::BoxedKernel> {};
 auto& member_of(Function, const c10::BoxedKernel& object);
 template struct Expose<&c10::BoxedKernel::boxed_kernel_func_, Function>;
 
-struct DispatcherGuard {
-  using Class = c10::Dispatcher;
-};
+struct DispatcherGuard : MemberOf<c10::Dispatcher> {};
 auto& member_of(DispatcherGuard, const c10::Dispatcher& object);
 template struct Expose<&c10::Dispatcher::guard_, DispatcherGuard>;
 
-struct LookupTable {
-  using Class = c10::Dispatcher;
-};
+struct LookupTable : MemberOf<c10::Dispatcher> {};
 auto& member_of(LookupTable, const c10::Dispatcher& object);
 template struct Expose<&c10::Dispatcher::operatorLookupTable_, LookupTable>;
 
-struct RegisteredKernels {
-  using Class = c10::impl::OperatorEntry;
-};
+struct RegisteredKernels : MemberOf<c10::impl::OperatorEntry> {};
 auto& member_of(RegisteredKernels, const c10::impl::OperatorEntry& object);
 template struct Expose<&c10::impl::OperatorEntry::kernels_, RegisteredKernels>;
 
-struct NonFallthrough {
-  using Class = c10::DispatchKeyExtractor;
-};
+struct NonFallthrough : MemberOf<c10::DispatchKeyExtractor> {};
 auto& member_of(NonFallthrough, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::nonFallthroughKeys_, NonFallthrough>;
 
-struct PerBackend {
-  using Class = c10::DispatchKeyExtractor;
-};
+struct PerBackend : MemberOf<c10::DispatchKeyExtractor> {};
 auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
 
 // The accessor TensorImpl::autograd_meta() is not inline, and we read it for every tensor argument,
 // so access the member directly.
-struct AutogradMetaOf {
-  using Class = c10::TensorImpl;
-};
+struct AutogradMetaOf : MemberOf<c10::TensorImpl> {};
 auto& member_of(AutogradMetaOf, const c10::TensorImpl& object);
 template struct Expose<&c10::TensorImpl::autograd_meta_, AutogradMetaOf>;
 

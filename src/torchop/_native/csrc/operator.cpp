@@ -160,14 +160,13 @@ bool add_operator_type(PyObject* module) {
       {Py_tp_doc, const_cast<char*>("Replaces the C++ function in `_op` of objects in torch.ops.")},
       {0, nullptr},
   };
-  static PyType_Spec spec = {
+  return add_type(
+      module,
       "torchop._native._call_path.Operator",
       sizeof(Operator),
-      0,
-      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
       slots,
-  };
-  return add_type(module, spec, operator_type);
+      operator_type,
+      Py_TPFLAGS_HAVE_VECTORCALL);
 }
 
 } // namespace torchop

@@ -356,14 +356,7 @@ bool add_plan_type(PyObject* module) {
       {Py_tp_doc, const_cast<char*>("The call plan of an operator.")},
       {0, nullptr},
   };
-  static PyType_Spec spec = {
-      "torchop._native._call_path.Plan",
-      sizeof(PlanObject),
-      0,
-      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-      slots,
-  };
-  return add_type(module, spec, plan_type);
+  return add_type(module, "torchop._native._call_path.Plan", sizeof(PlanObject), slots, plan_type);
 }
 
 } // namespace torchop
