@@ -35,21 +35,23 @@ class Plan:
         returns: tuple[str, ...],
         returned_parameters: tuple[int, ...],
         are_fresh: bool,
-        # (make_node, setup_context[, inputs[, before_kernel]]), or None if the dispatcher must
-        # record gradients.
+        # (make_node, setup_context, inputs, before_kernel, stored_defaults), or None if the
+        # dispatcher must record gradients.
         # - make_node creates a node without edges.
         # - setup_context(ctx, inputs, keyword_only_inputs, output[, result of before_kernel]).
         # - inputs(args), for torch.library's formulas with lists. Returns the flat inputs, and a
         #   function that computes `ctx._pt_metadata` from the result.
         # - before_kernel(inputs, keyword_only_inputs), for derived formulas. Runs before the
         #   kernel.
-        gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
-        | tuple[
+        # - stored_defaults, for torch.library's formulas: the default of each parameter as the
+        #   schema stores it, or None. It replaces an argument that the dispatcher would drop.
+        gradient: tuple[
             Callable[[], Any],
             Callable[..., Any] | None,
             Callable[..., tuple[list[Any], Any]] | None,
+            Callable[..., Any] | None,
+            tuple[Any, ...] | None,
         ]
-        | tuple[Callable[[], Any], Callable[..., Any], None, Callable[..., Any]]
         | None,
         finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
         # The dicts and sets from which the plan was compiled and which may change without a

@@ -255,7 +255,7 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
     function = definition.rule(AutogradRule).cached_function
     if function is None or not formula.computed:
         return "the first call that records one is never native, but later ones are"
-    return function, formula.save, None, formula.before_kernel
+    return function, formula.save, None, formula.before_kernel, None
 
 
 def is_returnable(schema: Schema) -> bool:

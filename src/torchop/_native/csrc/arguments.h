@@ -101,8 +101,7 @@ class Values {
     return values_[index];
   }
 
-  // Returns the number of positional arguments, not counting trailing ones that equal their
-  // default.
+  // Returns the number of positional arguments without trailing ones that equal their defaults.
   size_t count_passed() const {
     size_t count = parameters_.positional;
     while (count > 0 && is_default(count - 1))
@@ -165,17 +164,25 @@ class Values {
     return rejected_;
   }
 
-  THPObjectPtr positional() const {
+  // Returns the positional arguments. `stored_defaults` may be a tuple with a default for each
+  // parameter, as the schema stores it, for example a number for a dtype. These then replace the
+  // arguments that the dispatcher would drop. The same applies to `keyword_only`.
+  THPObjectPtr positional(PyObject* stored_defaults = nullptr) const {
     THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(parameters_.positional)));
-    for (size_t index = 0; result && index < parameters_.positional; ++index)
-      PyTuple_SET_ITEM(result.get(), index, Py_NewRef(values_[index]));
+    const size_t passed = stored_defaults == nullptr ? parameters_.positional : count_passed();
+    for (size_t index = 0; result && index < parameters_.positional; ++index) {
+      PyObject* value = index < passed ? Py_NewRef(values_[index]) : stored(stored_defaults, index);
+      PyTuple_SET_ITEM(result.get(), index, value);
+    }
     return result;
   }
 
-  THPObjectPtr keyword_only() const {
+  THPObjectPtr keyword_only(PyObject* stored_defaults = nullptr) const {
     THPObjectPtr result(PyDict_New());
     for (size_t index = parameters_.positional; result && index < parameters_.size(); ++index) {
-      if (PyDict_SetItem(result.get(), parameters_.all[index].name, values_[index]) < 0)
+      const bool is_dropped = stored_defaults != nullptr && is_default(index);
+      THPObjectPtr value(is_dropped ? stored(stored_defaults, index) : Py_NewRef(values_[index]));
+      if (PyDict_SetItem(result.get(), parameters_.all[index].name, value.get()) < 0)
         return THPObjectPtr();
     }
     return result;
@@ -314,8 +321,7 @@ class Values {
       if (parameters_.all[index].name == name)
         return index;
     }
-    // Also compare the text, because a name may not be interned, for example if it was read from a
-    // file.
+    // Also compare the text, because a name may not be interned.
     for (size_t index = first; index < size; ++index) {
       if (PyUnicode_Compare(parameters_.all[index].name, name) == 0)
         return index;
@@ -351,8 +357,7 @@ class Values {
     result = seen;
     // The dispatcher ignores tensors in arguments of type Tensor[]? when it computes the dispatch
     // keys (makeBitsetForDispatchArgs in ATen/core/dispatch/DispatchKeyExtractor.h). If only these
-    // tensors have a certain key, we might choose a different kernel than the dispatcher, so fall
-    // back.
+    // tensors have a certain key, the dispatcher may choose another kernel, so fall back.
     if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))
       return Reason::ArgumentType;
     return Reason::Native;
@@ -415,6 +420,11 @@ class Values {
 
   static Reason reason_of(PyObject* value) {
     return is_tensor(value) ? Reason::TensorSubclass : Reason::ArgumentType;
+  }
+
+  static PyObject* stored(PyObject* defaults, size_t index) {
+    PyObject* value = PyTuple_GET_ITEM(defaults, Py_ssize_t(index));
+    return PyList_CheckExact(value) ? copy_of(value) : Py_NewRef(value);
   }
 
   static PyObject* copy_of(PyObject* sequence) {

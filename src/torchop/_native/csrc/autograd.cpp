@@ -272,8 +272,8 @@ void call_setup_context(
     PyObject* seen) {
   if (gradient.setup_context == nullptr)
     return;
-  THPObjectPtr inputs = checked(values.positional().release());
-  THPObjectPtr keyword_only = checked(values.keyword_only().release());
+  THPObjectPtr inputs = checked(values.positional(gradient.stored_defaults).release());
+  THPObjectPtr keyword_only = checked(values.keyword_only(gradient.stored_defaults).release());
   PyObject* arguments[] = {nullptr, ctx, inputs.get(), keyword_only.get(), result, seen};
   const size_t count = seen == nullptr ? 4 : 5;
   checked(PyObject_Vectorcall(

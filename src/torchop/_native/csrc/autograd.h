@@ -32,6 +32,8 @@ struct Gradient {
   // torch/_library/autograd.py: the arguments as the dispatcher passes them (without trailing
   // defaults), and an additional input for `ctx._pt_metadata`.
   bool as_dispatched = false;
+  // The defaults as the schema stores them, for torch.library's formulas (see `Values::positional`)
+  PyObject* stored_defaults = nullptr;
   // False if `is_valid_result` rejects results that are arguments.
   bool may_return_inputs = false;
   // inputs(args) returns the inputs as a flat list, and a function that computes `ctx._pt_metadata`

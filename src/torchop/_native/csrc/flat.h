@@ -98,7 +98,9 @@ struct Inputs {
 
   __attribute__((noinline)) void add_flattened(const Values& values, PyObject* flatten) {
     THPObjectPtr args = checked(values.positional().release());
-    THPObjectPtr found = checked(PyObject_CallOneArg(flatten, args.get()));
+    THPObjectPtr passed =
+        checked(PyTuple_GetSlice(args.get(), 0, Py_ssize_t(values.count_passed())));
+    THPObjectPtr found = checked(PyObject_CallOneArg(flatten, passed.get()));
     PyObject *list, *metadata_of;
     if (!PyArg_ParseTuple(found.get(), "O!O", &PyList_Type, &list, &metadata_of))
       throw_python_error();

@@ -100,7 +100,7 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
   return true;
 }
 
-void drop_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
+void read_defaults(const c10::FunctionSchema& schema, bool are_dropped, Parameters& parameters) {
   for (size_t index = 0; index < parameters.size(); ++index) {
     Parameter& parameter = parameters.all[index];
     if (parameter.default_value == nullptr)
@@ -108,8 +108,8 @@ void drop_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
     const auto& schema_default = schema.arguments()[index].default_value();
     parameter.is_device_string = parameter.kind.base == Base::Device &&
         schema_default.has_value() && schema_default->isString();
-    parameters.has_device_string_defaults |= parameter.is_device_string;
-    parameters.drops_defaults = true;
+    parameters.has_device_string_defaults |= are_dropped && parameter.is_device_string;
+    parameters.drops_defaults |= are_dropped;
   }
 }
 
@@ -292,12 +292,20 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   plan.own = OwnKernels{
       none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};
   if (gradient != Py_None) {
-    PyObject *node_maker, *setup_context, *inputs = Py_None, *before_kernel = Py_None;
-    if (!PyArg_ParseTuple(gradient, "OO|OO", &node_maker, &setup_context, &inputs, &before_kernel))
+    PyObject *node_maker, *setup_context, *inputs, *before_kernel, *stored_defaults;
+    if (!PyArg_ParseTuple(
+            gradient,
+            "OOOOO",
+            &node_maker,
+            &setup_context,
+            &inputs,
+            &before_kernel,
+            &stored_defaults))
       return nullptr;
     plan.gradient.node_maker = node_maker;
     plan.gradient.setup_context = none_to_null(setup_context);
-    plan.gradient.as_dispatched = PyTuple_GET_SIZE(gradient) == 3;
+    plan.gradient.stored_defaults = none_to_null(stored_defaults);
+    plan.gradient.as_dispatched = plan.gradient.stored_defaults != nullptr;
     plan.gradient.may_return_inputs = are_fresh == 0 || !plan.returns.parameters.empty();
     plan.gradient.inputs = none_to_null(inputs);
     plan.gradient.before_kernel = none_to_null(before_kernel);
@@ -306,8 +314,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
         plan.gradient.as_dispatched && lists_may_hold_none(plan.parameters);
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (plan.op.has_value() && as_dispatched != 0)
-    drop_defaults(plan.op->schema(), plan.parameters);
+  if (plan.op.has_value() && (as_dispatched != 0 || plan.gradient.as_dispatched))
+    read_defaults(plan.op->schema(), as_dispatched != 0, plan.parameters);
   plan.always_dispatches =
       plan.unknown_parameter >= 0 || !plan.op.has_value() || plan.kernels.empty();
   return self.release();
