@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torchop._core.definition import CompiledRule, Definition
+from torchop._native.plan import NativeCalls
 from torchop._schema.naming import OpName
 
 class Plan:
@@ -80,7 +81,7 @@ class Entry:
     plan: Plan | None  # if None, the next call compiles a plan
     dispatch: Callable[..., Any] | None  # calls the dispatcher; must be set before `plan`
     def __new__(
-        cls, name: OpName, refresh: Callable[[], None]
+        cls, name: OpName, refresh: NativeCalls
     ) -> Entry: ...  # refresh() compiles a plan and sets `plan`
     @property
     def name(self) -> OpName: ...
@@ -93,10 +94,9 @@ class Entry:
         self, *args: Any, **kwargs: Any
     ) -> tuple[int, tuple[bool, bool, bool], Callable[..., Any] | None, int]: ...
 
-# Sets the function observer(refresh, *args, **kwargs). For each operator and each reason to fall
-# back to the dispatcher, it is called before the first call that does so. `refresh` is the function
-# that was passed to the operator's Entry.
-def set_observer(observer: Callable[..., object] | None, /) -> None: ...
+# If enabled, `log_fallback` of an operator's NativeCalls is called before a call falls back to the
+# dispatcher, once per operator and reason.
+def log_fallbacks(enabled: bool, /) -> None: ...
 
 class Operator:
     """Replaces the C++ function in `_op` of an OpOverload or OpOverloadPacket.

@@ -80,7 +80,7 @@ class NativeCalls:
         """Compile a call plan. The C++ entry calls this if a call finds no plan."""
         while self.entry.plan is None:
             compute_then_publish(self._compile, self._publish, lambda: self._version)
-        self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
+        self._native.log_fallbacks(logs.calls.isEnabledFor(logging.INFO))
 
     def _publish(self, plan: Plan) -> None:
         if self.entry.plan is None:  # otherwise another thread has published an equal plan
@@ -90,6 +90,16 @@ class NativeCalls:
         """Make the next call compile a new plan. The caller must hold `registration_lock`."""
         self._version += 1
         self.entry.plan = None
+
+    def log_fallback(self, /, *args: Any, **kwargs: Any) -> None:
+        """Log why a call falls back to the dispatcher. C++ calls this once per reason."""
+        # `explain` is in a higher layer, so it cannot be imported here.
+        found = sys.modules["torchop"].explain(str(self.name), *args, **kwargs)
+        # Unlike C++, `explain` does not check whether a device graph is being captured, so it may
+        # report that the call is native (runs without the dispatcher).
+        if not found.native:
+            text = "%s: a call goes through the dispatcher, because %s"
+            logs.calls.info(text, self.name, found.reason)
 
     def _compile(self) -> Plan:
         raise NotImplementedError
@@ -139,17 +149,6 @@ class NativeCalls:
             **more,
         )
         return plan
-
-
-def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
-    """Log why a call falls back to the dispatcher. C++ calls this once per operator and reason."""
-    name = str(calls.name)
-    # `explain` is in a higher layer, so it cannot be imported here.
-    found = sys.modules["torchop"].explain(name, *args, **kwargs)
-    # Unlike C++, `explain` does not check whether a device graph is being captured, so it may
-    # report that the call is native (runs without the dispatcher).
-    if not found.native:
-        logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
 
 class OwnCalls(NativeCalls):

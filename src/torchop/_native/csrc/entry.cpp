@@ -2,9 +2,7 @@
 
 #include <cxxabi.h>
 
-#include <mutex>
 #include <utility>
-#include <vector>
 
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 
@@ -20,7 +18,6 @@
 namespace torchop {
 
 PyTypeObject* entry_type = nullptr;
-std::atomic<PyObject*> observer = nullptr;
 
 bool refresh_plan(Entry& entry) {
   if (entry.refresh == nullptr) {
@@ -75,23 +72,6 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards `observer`. Release it before calling the observer, because the observer may replace
-// itself.
-std::mutex observer_mutex;
-
-} // namespace
-
-void exchange_observer(PyObject* given) {
-  PyObject* before;
-  {
-    const std::lock_guard<std::mutex> lock(observer_mutex);
-    before = observer.exchange(Py_XNewRef(given));
-  }
-  Py_XDECREF(before);
-}
-
-namespace {
-
 // Raises an error if a call passes a tensor where the schema declares a number, and returns false.
 // The dispatcher would convert the tensor, silently dropping its gradient and the fraction of a
 // float, and would fail in a compiled function. If another overload of the packet accepts the
@@ -109,26 +89,18 @@ __attribute__((noinline, cold)) bool refuse_tensor(
   return result.get() != nullptr;
 }
 
-// Calls the observer before a call falls back to the dispatcher. If the observer deregisters the
-// operator, returns false with an OperatorGoneError set.
-__attribute__((noinline, cold)) bool call_observer(
+// Calls the Python method `log_fallback` before a call falls back to the dispatcher. If the method
+// deregisters the operator, returns false with an OperatorGoneError set.
+__attribute__((noinline, cold)) bool log_fallback(
     Entry& entry, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  if (entry.refresh == nullptr)
+    return true; // cleared by the garbage collector
   WithoutDynamo frames;
-  THPObjectPtr callee;
-  {
-    const std::lock_guard<std::mutex> lock(observer_mutex);
-    callee = THPObjectPtr(Py_XNewRef(observer));
-  }
-  if (entry.refresh == nullptr || !callee)
-    return true; // cleared by the garbage collector, or removed by another thread
-  const Py_ssize_t positional = PyVectorcall_NARGS(nargsf);
-  const Py_ssize_t count = positional + (keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords));
-  std::vector<PyObject*> all{entry.refresh};
-  all.insert(all.end(), args, args + count);
+  THPObjectPtr log(PyObject_GetAttrString(entry.refresh, "log_fallback"));
   THPObjectPtr result(
-      PyObject_Vectorcall(callee.get(), all.data(), size_t(positional) + 1, keywords));
+      log ? PyObject_Vectorcall(log.get(), args, PyVectorcall_NARGS(nargsf), keywords) : nullptr);
   if (!result)
-    PyErr_WriteUnraisable(callee.get()); // an error in logging must not make the call fail
+    PyErr_WriteUnraisable(entry.refresh); // an error in logging must not make the call fail
   if (!is_deregistered(entry))
     return true;
   raise_deregistered(entry);
@@ -232,8 +204,8 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   entry.counters.count(reason, here);
   if (C10_LIKELY(reason == Reason::Native))
     return result;
-  if (C10_UNLIKELY(observer != nullptr) && entry.counters[size_t(reason)] == 1 &&
-      !call_observer(entry, args, nargsf, keywords))
+  if (C10_UNLIKELY(logs_fallbacks) && entry.counters[size_t(reason)] == 1 &&
+      !log_fallback(entry, args, nargsf, keywords))
     return nullptr;
   // Do not reject tensors for numbers in operators of other packages or of torchop's low level
   // (`torchop.Library`), because calls to them must behave as they do without torchop.

@@ -27,11 +27,9 @@ struct Entry {
 };
 
 extern PyTypeObject* entry_type;
-// A Python function that logs calls before they fall back to the dispatcher, once per operator and
-// reason. It is nullptr if logging is disabled. Owned, and guarded by `observer_mutex`.
-extern std::atomic<PyObject*> observer;
-// Sets the observer, or removes it if `given` is nullptr. Takes a new reference.
-void exchange_observer(PyObject* given);
+// True if the Python method `log_fallback` of `Entry::refresh` must be called before a call falls
+// back to the dispatcher, once per operator and reason.
+inline std::atomic<bool> logs_fallbacks = false;
 
 // Runs a call natively if possible, and otherwise falls back to `dispatch`, or to `entry.dispatch`
 // if `dispatch` is nullptr. In a call to an OpOverloadPacket, `entry` belongs to one overload, and

@@ -109,8 +109,8 @@ PyObject* switch_off(PyObject*, PyObject* blocks) {
   Py_RETURN_NONE;
 }
 
-PyObject* set_observer(PyObject*, PyObject* given) {
-  exchange_observer(given == Py_None ? nullptr : given);
+PyObject* log_fallbacks(PyObject*, PyObject* enabled) {
+  logs_fallbacks = enabled == Py_True;
   Py_RETURN_NONE;
 }
 
@@ -151,10 +151,7 @@ PyMethodDef functions[] = {
      "Create the functions that kernels with residuals call."},
     {"take_node", take_node, METH_O, "Return a capsule that owns the node of a ctx."},
     {"switch_off", switch_off, METH_O, "Open or close blocks that disable native calls."},
-    {"set_observer",
-     set_observer,
-     METH_O,
-     "Set the function that is called before calls fall back to the dispatcher."},
+    {"log_fallbacks", log_fallbacks, METH_O, "Log calls that fall back, or stop logging them."},
     {"keep_memory",
      keep_memory,
      METH_VARARGS,
