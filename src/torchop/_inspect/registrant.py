@@ -158,10 +158,5 @@ def _is_python(site: str) -> bool:
 
 def place_of(operator: Operator) -> str | None:
     """Return the file and line of an operator's function or, without one, of its registration."""
-    if operator.site is not None:
-        return str(operator.site)
-    code = getattr(operator.function, "__code__", None)
-    if code is not None:
-        return f"{code.co_filename}:{code.co_firstlineno}"
     site = registration_site(operator.name)
     return site if ":" in site else None
