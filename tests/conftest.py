@@ -56,7 +56,6 @@ FIRST = (
     "accelerate/test_gradients.py",
     "accelerate/test_kernels.py",
     "accelerate/test_operator.py",
-    "accelerate/test_overloads.py",
     "accelerate/test_results.py",
     "cli/test_accelerate.py",
     "cli/test_record.py",

@@ -168,6 +168,20 @@ def test_a_redefinition_by_the_name_of_an_accelerated_operator(op, namespace):
     assert not is_native(second)
 
 
+def test_packet_finds_an_overload_defined_later(namespace, accelerated, library):
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x + 1, BACKEND)
+    accelerated()
+    packet = getattr(torch.ops, namespace).op
+    assert torch.equal(packet(T), T + 1)
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    library.impl("op.two", lambda x, y: x - y, BACKEND)
+    assert torch.equal(packet(T), T + 1)
+    assert torch.equal(packet(T, T), T - T)
+    assert torchop.native.counters(packet.default) == {"native": 2}
+    assert torchop.native.counters(packet.two) == {"native": 1}
+
+
 def test_the_table(op, namespace, library):
     library.define("empty(Tensor x) -> Tensor")
     with torchop.accelerate(f"{namespace}::*") as acceleration:

@@ -55,28 +55,6 @@ def test_formula_gets_the_same_arguments(namespace, accelerated, seen):
         assert old[1:] == new[1:]
 
 
-def test_keyword_only_arguments_reach_setup_context(namespace, accelerated, seen):
-    def op(x: Tensor, *, k: int = 2, m: float = 0.5) -> Tensor:
-        return x * k
-
-    def setup_context(ctx, inputs, keyword_only_inputs, output):
-        seen.append((len(inputs), keyword_only_inputs))
-        ctx.k = keyword_only_inputs["k"]
-
-    handle = stock(namespace, op)
-    handle.register_autograd(lambda ctx, g: g * ctx.k, setup_context=setup_context)
-    x = T.clone().requires_grad_()
-
-    def calls():
-        return [torch.autograd.grad(handle(x, **k).sum(), x)[0] for k in ({}, {"k": 3}, {"k": 2})]
-
-    before = calls()
-    accelerated()
-    assert all(map(torch.equal, calls(), before))
-    assert seen[:3] == seen[3:]
-    assert torchop.native.counters(handle) == {"native": 3}
-
-
 def test_gradients_without_setup_context_and_of_higher_order(namespace, accelerated):
     def op(x: Tensor) -> Tensor:
         return x.sin()
@@ -380,15 +358,3 @@ def test_formula_gets_defaults_as_stored_in_the_schema(namespace, accelerated, l
     assert repr(seen) == told
     assert "layout': 0" in told  # the schema stores this default as a number
     assert torchop.native.counters(op) == {"native": len(calls)}
-
-
-def test_a_library_with_a_formula(namespace, accelerated, library):
-    library.define("op(Tensor x) -> Tensor")
-    library.impl("op", lambda x: x * 2, BACKEND)
-    torch.library.register_autograd(f"{namespace}::op", lambda ctx, g: g * 2, lib=library)
-    accelerated()
-    x = T.clone().requires_grad_()
-    op = getattr(torch.ops, namespace).op
-    op(x).sum().backward()
-    assert torch.equal(x.grad, torch.full((4,), 2.0))
-    assert torchop.native.counters(op) == {"native": 1}

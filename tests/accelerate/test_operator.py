@@ -178,20 +178,3 @@ def test_a_destroyed_operator_is_no_longer_accelerated(namespace, accelerated):
     library._destroy()
     assert type(overload._op).__name__ == "builtin_function_or_method"
     assert acceleration.operators == ()
-
-
-def test_a_redefinition_is_accelerated_too(namespace, accelerated):
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    first = stock(namespace, op)
-    acceleration = accelerated()
-    first(T)
-
-    def op(x: Tensor, y: Tensor) -> Tensor:
-        return x - y
-
-    second = stock(namespace, op)
-    assert torch.equal(second(T, T), T - T)
-    assert torchop.native.counters(second) == {"native": 1}
-    assert len(acceleration.operators) == 1

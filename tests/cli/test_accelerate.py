@@ -101,29 +101,6 @@ store(torch.ones(2), "/dev/null")
     assert os.path.exists(path)
 
 
-def test_a_crash_is_a_row(run, write, save, namespace):
-    trusting = write(
-        "trusting",
-        """
-import os, torch
-
-@torch.library.custom_op("NAMESPACE::crash", mutates_args=())
-def crash(x: torch.Tensor) -> torch.Tensor:
-    os.abort()
-
-@torch.library.custom_op("NAMESPACE::good", mutates_args=())
-def good(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-""",
-    )
-    file = save(crash=(CallRecord((X,), {}), 2), good=(CallRecord((X,), {}), 1))
-    outcome = run("accelerate", "--report", trusting, "--recorded", file, "--run-recorded")
-    assert " ".join(outcome.row(f"{namespace}::crash")) == (
-        "yes 2 2 not measured: a call with tensors of ones ended the process, by SIGABRT"
-    )
-    assert len(outcome.row(f"{namespace}::good")) == 5
-
-
 def test_recorded_operators_registered_before_are_included(run, package, save, namespace):
     torch.library.define(f"{namespace}::known", "(Tensor x) -> Tensor")
     torch.library.impl(f"{namespace}::known", "cpu", lambda x: x * 2)

@@ -406,15 +406,16 @@ def test_value_that_a_derived_operator_rejects_is_not_registered(name: str, name
     assert not rule.has(form)
 
 
+class RaisingInDetach(Share):
+    def detach(self, op: Any) -> None:
+        super().detach(op)
+        raise RuntimeError("not now")
+
+
 def test_a_library_closes_although_a_rule_raises_for_each_of_its_operators(
     name: str, namespace: str
 ) -> None:
-    class Refusing(Share):
-        def detach(self, op: Any) -> None:
-            super().detach(op)
-            raise RuntimeError("not now")
-
-    rule = Refusing(name)
+    rule = RaisingInDetach(name)
     library = torchop.Library(namespace, "DEF")
     ops = []
     for each in ("f", "g", "h"):
@@ -438,12 +439,7 @@ def test_a_library_closes_although_a_rule_raises_for_each_of_its_operators(
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 def test_an_operator_is_deregistered_although_a_rule_raises(name: str, namespace: str) -> None:
-    class Refusing(Share):
-        def detach(self, op: Any) -> None:
-            super().detach(op)
-            raise RuntimeError("not now")
-
-    rule = Refusing(name)
+    rule = RaisingInDetach(name)
     rule.register(functional(namespace), "a")
     with pytest.raises(RuntimeError, match="not now"):
         functional(namespace)

@@ -222,22 +222,6 @@ def op(x: torch.Tensor) -> torch.Tensor:
     assert doctest.DocTestRunner().run(test) == (0, 1)
 
 
-def test_call_takes_the_arguments_of_the_function(namespace):
-    op = define(namespace)
-    assert op(T + 1).tolist() == [3, 3]
-    assert op(T + 1, 5.0).tolist() == [6, 6]
-    assert op(x=T + 1, factor=5.0, flag=True).tolist() == [6, 6]
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs"), [((), {}), ((T, 1.0, True), {}), ((T,), {"wrong": 1}), (("x",), {})]
-)
-def test_wrong_arguments_are_refused_with_the_schema(namespace, args, kwargs):
-    op = define(namespace)
-    with pytest.raises(RuntimeError, match=f"{namespace}::op"):
-        op(*args, **kwargs)
-
-
 def test_handle_in_a_class_body_is_no_method(namespace):
     class Holder:
         op = define(namespace)

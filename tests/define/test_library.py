@@ -1,4 +1,3 @@
-import inspect
 import re
 import textwrap
 
@@ -200,13 +199,6 @@ def test_an_operator_that_exists_is_not_defined_again(namespace, earlier, again)
     assert "torchop/_" not in str(caught.value)
 
 
-def test_custom_op_over_a_defined_operator_names_both_lines(namespace):
-    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
-    line = inspect.currentframe().f_lineno - 1
-    with pytest.raises(RuntimeError, match=f"registered at {re.escape(__file__)}:{line}. Rename"):
-        torchop.custom_op(f"{namespace}::op", _first, mutates_args=())
-
-
 @pytest.mark.parametrize(
     ("qualname", "schema", "words"),
     [
@@ -222,15 +214,6 @@ def test_wrong_name_or_schema_is_refused(namespace, qualname, schema, words):
         qualname = qualname.format(ns=namespace)
     with pytest.raises(ValueError, match=words):
         torchop.define(qualname, schema)
-
-
-@LIBRARIES
-def test_definition_lives_as_long_as_its_library(namespace, make):
-    library = make(namespace, "FRAGMENT")
-    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor", lib=library)
-    assert is_defined(namespace)
-    library._destroy()
-    assert not is_defined(namespace)
 
 
 def test_library_of_another_namespace_is_used_with_a_warning(namespace):

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -93,15 +92,6 @@ def test_held_overload_raises_on_every_use(namespace, make, define, end):
     assert overload in {overload}
 
 
-@EVERY_END
-def test_name_is_free_again(namespace, end):
-    callables_after_deregistration(namespace, torchop.Library, custom_op_in, end)
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("op(Tensor x, Tensor y) -> Tensor")
-        library.impl("op", lambda x, y: x + 5, BACKEND)
-        assert packet(namespace)(T, T).tolist() == [5, 5]
-
-
 def test_collecting_a_closed_library_keeps_the_current_operator(namespace):
     closed = torchop.Library(namespace, "FRAGMENT")
     define_in(closed, namespace)
@@ -152,17 +142,6 @@ def test_operator_of_a_library_outlives_its_handle(namespace):
     torchop.register_kernel(f"{namespace}::op", TYPE, lambda x: x + 5)
     assert packet(namespace)(T).tolist() == [5, 5]
     close(library)
-
-
-def test_library_referenced_only_by_its_operators_is_collected(namespace):
-    library = torchop.Library(namespace, "FRAGMENT")
-    handle = custom_op_in(library, namespace)
-    reference = weakref.ref(library)
-    del library
-    gc.collect()
-    assert reference() is None
-    with pytest.raises(torchop.OperatorGoneError):
-        handle(T)
 
 
 def test_deregistering_one_overload_keeps_the_other(namespace):

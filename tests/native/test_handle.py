@@ -363,47 +363,6 @@ def test_torchscript_compiled_before_the_first_call_still_runs(op):
     assert scripted(T).tolist() == [2, 2]
 
 
-def test_packet_with_several_overloads_chooses_and_its_overloads_are_native(namespace):
-    one = torchop.custom_op(
-        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
-    )
-    two = torchop.custom_op(
-        f"{namespace}::op.two",
-        lambda x, y: x + 2,
-        mutates_args=(),
-        schema="(Tensor x, Tensor y) -> Tensor",
-    )
-    packet = getattr(torch.ops, namespace).op
-    assert [one(T).tolist(), two(T, T).tolist()] == [[1, 1], [2, 2]]
-    for _ in range(2):
-        assert packet(T).tolist() == [1, 1]
-        assert packet(T, T).tolist() == [2, 2]
-    with counting(one) as first, counting(two) as second:
-        assert packet.default(T).tolist() == [1, 1]
-        assert packet.two(T, T).tolist() == [2, 2]
-    assert first == {"native": 1}
-    assert second == {"native": 1}
-
-
-def test_second_overload_after_the_packet_was_switched_is_found(namespace):
-    one = torchop.custom_op(
-        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
-    )
-    packet = getattr(torch.ops, namespace).op
-    one(T)
-    assert packet(T).tolist() == [1, 1]
-    two = torchop.custom_op(
-        f"{namespace}::op.two",
-        lambda x, y: x + 2,
-        mutates_args=(),
-        schema="(Tensor x, Tensor y) -> Tensor",
-    )
-    assert two(T, T).tolist() == [2, 2]
-    assert packet(T, T).tolist() == [2, 2]
-    assert packet(T).tolist() == [1, 1]
-    assert packet.two(T, T).tolist() == [2, 2]
-
-
 def test_attributes_of_a_native_handle_can_be_listed(op):
     """Debuggers list all attributes. Listing them must not read the slot with a raw pointer."""
     op(T)

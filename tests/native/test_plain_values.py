@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from typing import Any
 
 import numpy
@@ -214,12 +213,3 @@ def test_setup_context_gets_the_plain_value(namespace):
     assert seen == [["float 3.0", "str 'mean'", "[int 1, int 1]", "int 1"]] * 3
     assert result.tolist() == [1, 1]
     assert torch.autograd.grad(result.sum(), x)[0].tolist() == [3, 3]
-
-
-def test_sign_of_zero_and_value_of_a_flag_are_preserved(namespace):
-    op = define(namespace, lambda x, a: x + math.copysign(1.0, a), "(Tensor x, float a) -> Tensor")
-    with counting(op) as calls:
-        assert op(T, Float(-0.0)).tolist() == [-1, -1]
-        assert op(T, Float(0.0)).tolist() == [1, 1]
-        assert op(T, False).tolist() == [1, 1]
-    assert calls == {"argument_type": 1, "native": 2}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import torchop
 from tests._support.common import assert_clean, counting, needs_native
 from tests._support.forking import run_forked
 from tests.native.scenarios import T, define
@@ -154,28 +153,6 @@ def test_kernel_that_is_a_bound_method_or_an_object(namespace):
         for _ in range(3):
             assert op(T).tolist() == [5, 5]
             assert next(map(op, [T])).tolist() == [5, 5]
-
-
-def test_numbers_beyond_64_bits_raise_as_in_the_dispatcher(namespace):
-    op = define(namespace, lambda x, n: x + 1, "(Tensor x, int n) -> Tensor")
-    assert op(T, 2**63 - 1).tolist() == [1, 1]
-    assert op(T, -(2**63)).tolist() == [1, 1]
-    for number in (2**63, -(2**63) - 1, 10**30):
-        with torchop.native.disabled(), pytest.raises(Exception) as expected:
-            op(T, number)
-        with pytest.raises(type(expected.value)) as got:
-            op(T, number)
-        assert str(got.value) == str(expected.value)
-
-
-def test_invalid_unicode_raises_as_in_the_dispatcher(namespace):
-    op = define(namespace, lambda x, s: x + len(s), "(Tensor x, str s) -> Tensor")
-    assert op(T, "a\0b\u20ac").tolist() == [4, 4]
-    with torchop.native.disabled(), pytest.raises(RuntimeError) as expected:
-        op(T, "\ud800")
-    with pytest.raises(RuntimeError) as got:
-        op(T, "\ud800")
-    assert str(got.value) == str(expected.value)
 
 
 def test_zero_has_the_sign_that_the_dispatcher_gives_it(namespace):

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchop
 from tests._support.common import on_both
-from tests._support.devices import BACKEND, TYPE
+from tests._support.devices import BACKEND
 from tests.rules.support import cloning
 from torchop._compat import registries
 
@@ -53,22 +53,6 @@ def test_handle_is_refused_by_pytorch(namespace):
     both = on_both(scenario, namespace)
     assert both.ours == "accepted"
     assert isinstance(both.stock, AssertionError)
-
-
-def test_calls_with_an_effect_stay_in_a_traced_graph(namespace):
-    op = define(namespace)
-    op.register_effect(ORDERED)
-    calls = []
-    op.register_kernel(TYPE)(lambda x: calls.append(x) or x.clone())
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def function(x):
-        op(x)
-        op(x)
-        return x + 1
-
-    function(torch.ones(2))
-    assert len(calls) == 2
 
 
 def test_calls_without_an_effect_are_dropped_if_unused(namespace):

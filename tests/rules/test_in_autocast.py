@@ -84,14 +84,6 @@ def test_dtypes_that_only_autocast_unifies(namespace, backend):
     check(op, x.to(LOWER), w, backend=backend)
 
 
-def test_an_operator_of_a_library(namespace, backend):
-    torchop.define(f"{namespace}::op", "(Tensor x, Tensor w) -> Tensor")
-    torchop.impl(f"{namespace}::op", "default", matmul)
-    torchop.register_fake(f"{namespace}::op", matmul)
-    op = getattr(torch.ops, namespace).op
-    assert check(lambda x, w: op(x, w), *square(2), backend=backend).dtype is LOWER
-
-
 def test_an_inlined_operator(namespace, backend):
     op = torchop.custom_op(f"{namespace}::op", matmul, mutates_args=(), compile="inline")
     assert check(lambda x, w: op(x, w) + 1, *square(2), backend=backend).dtype is LOWER
@@ -318,7 +310,7 @@ def test_an_operator_with_a_rule_is_traced_itself(namespace):
     assert not any("in_autocast" in name for name in called)
 
 
-def test_two_lists(namespace, backend):
+def test_two_lists(namespace):
     def function(xs: list[Tensor]) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         products = [torch.mm(x, x) for x in xs]
         return products, products[0] + 1, [products[1] + 2]

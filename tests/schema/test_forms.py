@@ -228,47 +228,6 @@ def test_signature_of_another_form_is_refused(
     assert not hasattr(getattr(torch.ops, namespace), "op")
 
 
-@needs_tags
-@pytest.mark.parametrize(
-    ("schema", "mutated", "tag", "message"),
-    [
-        ("(Tensor(a!) x) -> Tensor", ("x",), INPLACE, "return must alias"),
-        ("(Tensor(a!) x) -> ()", ("x",), INPLACE, "return must alias"),
-        ("(Tensor(a!) x, Tensor(b!) y) -> Tensor(a!)", ("x", "y"), INPLACE, "only its first"),
-        ("(Tensor[] x) -> Tensor[]", (), INPLACE, "is not a Tensor"),
-        ("(Tensor x, Tensor(a!) out) -> Tensor(a!)", ("out",), OUT, "keyword-only"),
-        ("(Tensor x, *, int(a!) out) -> int(a!)", ("out",), OUT, "only supports Tensor"),
-        ("(Tensor x) -> Tensor", (), OUT, "at least one keyword-only Tensor"),
-        (
-            "(*, Tensor(a!) o, Tensor(b!) p) -> (Tensor(b!), Tensor(a!))",
-            ("o", "p"),
-            OUT,
-            "return must alias",
-        ),
-    ],
-)
-def test_schema_of_another_form_is_refused(
-    namespace: str, schema: str, mutated: Any, tag: torch.Tag, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        torchop.custom_op(
-            f"{namespace}::op", lambda *args: None, mutates_args=mutated, schema=schema, tags=tag
-        )
-
-
-@needs_tags
-def test_handwritten_schema_of_the_form_works(namespace: str) -> None:
-    op = torchop.custom_op(
-        f"{namespace}::op",
-        lambda x: x,
-        mutates_args=("x",),
-        schema="(Tensor(a!) x) -> Tensor(a!)",
-        tags=INPLACE,
-    )
-    x = torch.ones(2)
-    assert op(x) is x
-
-
 # --------------------------------------------------------------------------------------------------
 # Tagged schemas that torch.library rejects as well
 

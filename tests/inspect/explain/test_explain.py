@@ -99,13 +99,6 @@ def test_a_deregistered_operator(namespace):
     assert torchop.explain(new, T).native
 
 
-def test_operator_of_a_closed_library(namespace):
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        op = adding(namespace, lib=library)
-    with pytest.raises(torchop.OperatorGoneError, match="closed"):
-        torchop.explain(op, T)
-
-
 def test_notebooks_show_a_list(namespace):
     op = adding(namespace)
     op(T)

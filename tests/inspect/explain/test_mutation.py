@@ -51,14 +51,6 @@ def test_mutation_in_inference_mode_with_a_tensor_from_outside(namespace):
     assert x.tolist() == [1, 1]
 
 
-def test_mutation_where_elements_share_memory(write):
-    check(write, Reason.NATIVE, torch.zeros(2, 4)[:, :2])
-    check(write, Reason.NATIVE, torch.zeros(1, 4).expand(1, 4))
-    check(write, Reason.NATIVE, torch.zeros(0).as_strided((0, 3), (0, 1)))
-    explanation = check(write, Reason.MUTATION, torch.zeros(1).expand(2))
-    assert explanation.reason.endswith("'x', with several elements in the same memory")
-
-
 OVERLAPPING = {
     "plain": (lambda: torch.zeros(6), False),
     "part": (lambda: torch.zeros(2, 4)[:, :2], False),

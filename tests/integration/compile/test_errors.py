@@ -35,27 +35,6 @@ def test_without_a_fake_kernel_the_error_names_the_operator_and_shows_one(namesp
     assert "\\n" not in message  # the message must contain real line breaks, not escaped ones
 
 
-READERS = {
-    "item": lambda x: x.new_empty(int(x.sum().item())),
-    "numpy": lambda x: torch.from_numpy(x.numpy()),
-    "a condition": lambda x: torch.empty_like(x) if (x > 0).all() else x.new_empty(0),
-}
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_error_for_a_fake_kernel_that_reads_data_lists_allowed_attributes(namespace, reader):
-    @torchop.custom_op(f"{namespace}::reads", mutates_args=())
-    def reads(x: Tensor) -> Tensor:
-        return x.clone()
-
-    reads.register_fake(READERS[reader])
-    with pytest.raises(RuntimeError) as caught:
-        torch.compile(lambda x: reads(x), backend="eager", fullgraph=True)(torch.ones(2))
-    message = str(caught.value)
-    assert f"{namespace}::reads: the fake kernel read the data of a tensor" in message
-    assert "torchop.get_ctx().new_dynamic_size()" in message
-
-
 def _with_numpy_backward(library: Any, namespace: str) -> Any:
     @library.custom_op(f"{namespace}::cube", mutates_args=())
     def cube(x: Tensor) -> Tensor:
@@ -99,24 +78,6 @@ def test_the_remedy_for_a_formula_that_cannot_be_traced_works(namespace):
     x = torch.tensor([2.0], requires_grad=True)
     torch.compile(lambda x: cube(x).sum(), backend="aot_eager", fullgraph=True)(x).backward()
     assert_close(x.grad, torch.tensor([12.0]))
-
-
-def test_exception_of_a_fake_kernel_names_the_operator(namespace):
-    inner = torchop.custom_op(f"{namespace}::inner", torch.clone, mutates_args=(), schema=_UNARY)
-    outer = torchop.custom_op(f"{namespace}::outer", torch.clone, mutates_args=(), schema=_UNARY)
-
-    @inner.register_fake
-    def fake(x):
-        raise ValueError("three words here")
-
-    outer.register_fake(lambda x: inner(x))
-
-    with pytest.raises(FAILED) as raised:
-        torch.compile(lambda x: outer(x), backend="eager", fullgraph=True)(torch.ones(2))
-    text = str(raised.value)
-    place = f"{__file__}:{fake.__code__.co_firstlineno}"
-    assert f"three words here (in the fake kernel of {namespace}::inner, {place})" in text
-    assert f"(in the fake kernel of {namespace}::outer, {__file__}" in text
 
 
 _UNARY = "(Tensor x) -> Tensor"

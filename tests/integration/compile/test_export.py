@@ -49,14 +49,6 @@ def model(softsign: torchop.CustomOp) -> _Model:
 
 
 @STRICT
-def test_an_exported_program_calls_the_overload_and_gives_the_same(softsign, model, strict):
-    x = torch.randn(2, 3)
-    program = torch.export.export(model, (x,), strict=strict)
-    assert operators(program.graph_module).count(softsign.overload) == 1
-    assert_close(program.module()(x), model(x))
-
-
-@STRICT
 def test_export_keeps_a_batch_dimension_dynamic(model, strict):
     dynamic = {"x": {0: torch.export.Dim("batch", min=2)}}
     program = torch.export.export(
@@ -122,19 +114,6 @@ def test_a_size_that_depends_on_data_is_exported(namespace, strict):
 
     program = torch.export.export(Model(), (torch.ones(4),), strict=strict)
     assert program.module()(torch.tensor([0.0, 1.0, 0.0, 1.0])).tolist() == [2, 4]
-
-
-@STRICT
-def test_export_without_a_fake_kernel_names_the_operator_and_shows_one(namespace, strict):
-    @torchop.custom_op(f"{namespace}::bare", mutates_args=())
-    def bare(x: Tensor) -> Tensor:
-        return x.clone()
-
-    with pytest.raises(RuntimeError) as caught:
-        torch.export.export(_Model(bare), (torch.ones(2, 3),), strict=strict)
-    message = str(caught.value)
-    assert f"There was no fake impl registered for {namespace}::bare" in message
-    assert f"@torchop.register_fake('{namespace}::bare')" in message
 
 
 # --------------------------------------------------------------------------------------------------

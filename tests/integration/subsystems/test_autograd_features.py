@@ -59,53 +59,6 @@ def _input(value: float) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Differentiating twice
-
-
-def test_a_formula_made_of_operators_is_differentiated_through_them(namespace):
-    # Three operators: the formula of `x_cubed` calls `three_x_squared`, whose formula calls
-    # `six_x`.
-    library = {}
-
-    def operator(name: str, kernel: Any, gradient: Any) -> None:
-        op = torchop.custom_op(
-            f"{namespace}::{name}", kernel, mutates_args=(), schema="(Tensor x) -> Tensor"
-        )
-        op.register_autograd(
-            lambda ctx, grad: grad * gradient(ctx.saved_tensors[0]),
-            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-        )
-        library[name] = op
-
-    operator("six_x", lambda x: 6 * x, lambda x: torch.full_like(x, 6.0))
-    operator("three_x_squared", lambda x: 3 * x * x, lambda x: library["six_x"](x))
-    operator("x_cubed", lambda x: x**3, lambda x: library["three_x_squared"](x))
-    x = _input(2.0)
-    (first,) = torch.autograd.grad(library["x_cubed"](x).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
-    (third,) = torch.autograd.grad(second.sum(), x)
-    assert [first.item(), second.item(), third.item()] == [12.0, 12.0, 6.0]
-
-
-# --------------------------------------------------------------------------------------------------
-# Freed and retained graphs
-
-
-def test_mutation_of_a_saved_input_is_detected(cube, namespace):
-    @torchop.custom_op(f"{namespace}::wipe", mutates_args={"x"})
-    def wipe(x: Tensor) -> None:
-        x.detach().numpy()[...] = 0
-
-    x = _input(2.0)
-    y = (x * 1).detach().requires_grad_()
-    result = cube(y).sum()
-    with torch.no_grad():
-        wipe(y)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        result.backward()
-
-
-# --------------------------------------------------------------------------------------------------
 # Checkpointing
 
 
@@ -143,18 +96,6 @@ def test_a_policy_decides_whether_a_checkpoint_runs_the_kernel_again(cube, polic
     assert met
     assert cube.forwards == forwards
     assert_close(x.grad, 12 * torch.cos(torch.tensor([8.0])))
-
-
-def test_a_list_of_operators_is_a_policy(cube):
-    x = _input(2.0)
-    result = checkpoint(
-        lambda x: cube(x).sin(),
-        x,
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts([cube.op.overload]),
-    )
-    result.sum().backward()
-    assert cube.forwards == 1
 
 
 def test_a_formula_may_read_its_saved_tensors_twice_under_selective_checkpointing(cube):

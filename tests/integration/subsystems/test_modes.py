@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests._support.common import on_both
-from tests._support.devices import TYPE
 from tests.integration.compile.graphs import operators
 
 
@@ -255,48 +254,3 @@ def test_a_jit_trace_records_the_operator(mix, namespace):
     assert [node.kind() for node in traced.graph.nodes()].count(f"{namespace}::mix") == 1
     y = torch.randn(5)
     assert_close(traced(y), function(y))
-
-
-# --------------------------------------------------------------------------------------------------
-# Autocast
-
-
-def _dtypes(namespace: str) -> tuple[torchop.CustomOp, list[Any]]:
-    seen: list[Any] = []
-
-    @torchop.custom_op(f"{namespace}::see", mutates_args=())
-    def see(x: Tensor, ys: list[Tensor], *, scale: float = 1.0) -> Tensor:
-        seen.append((x.dtype, *(y.dtype for y in ys), torch.is_autocast_enabled(TYPE)))
-        return x * scale
-
-    see.register_fake(lambda x, ys, *, scale=1.0: torch.empty_like(x))
-    return see, seen
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_autocast_is_compiled(namespace, backend):
-    see, seen = _dtypes(namespace)
-    see.register_autocast(TYPE, torch.bfloat16)
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def function(x: Tensor) -> Tensor:
-        with torch.autocast(TYPE, dtype=torch.bfloat16):
-            return see(x, [x], scale=2.0)
-
-    assert function(torch.ones(2)).dtype is torch.bfloat16
-    assert seen[-1][:2] == (torch.bfloat16, torch.bfloat16)
-
-
-def test_mutation_under_autocast_is_not_lost_unlike_stock(namespace):
-    def scenario(library, namespace):
-        @library.custom_op(f"{namespace}::accumulate", mutates_args={"total"})
-        def accumulate(x: Tensor, total: Tensor) -> None:
-            total.add_(x)
-
-        accumulate.register_autocast(TYPE, torch.bfloat16)
-        total = torch.zeros(2)
-        with torch.autocast(TYPE, dtype=torch.bfloat16):
-            accumulate(torch.ones(2), total)
-        return total.tolist()
-
-    assert on_both(scenario, namespace) == ([1.0, 1.0], [0.0, 0.0])

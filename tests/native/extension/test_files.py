@@ -226,23 +226,10 @@ def test_order_is_environment_package_wheel_cache(
     assert all(place.file == place.folder / in_cache.name for place in places if place.folder)
 
 
-def test_file_of_another_key_is_not_found(in_cache: Path, source: Path) -> None:
-    in_cache.rename(in_cache.with_name(in_cache.name.replace("torch", "torch9.")))
-    assert [place.file for place in files.places(make_recipe(source))] == [None, None]
-
-
 def test_empty_cache_is_no_problem_and_is_not_made(cache_folder: Path, source: Path) -> None:
     _, cache = files.places(make_recipe(source))
     assert cache == files.Place("cache", cache_folder, None, None)
     assert not cache_folder.exists()
-
-
-def test_extension_in_an_unsafe_cache_is_not_loaded(in_cache: Path, source: Path) -> None:
-    in_cache.parent.chmod(0o777)
-    _, cache = files.places(make_recipe(source))
-    assert cache.file is None
-    assert cache.problem is not None
-    assert "writable by others (mode 0777)" in cache.problem
 
 
 # --------------------------------------------------------------------------------------------------

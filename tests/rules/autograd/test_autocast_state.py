@@ -165,28 +165,6 @@ def test_a_double_backward_has_the_state_of_the_forward(namespace):
     assert states == [LOWER]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backward_kernel_has_the_state_of_the_forward(namespace, backend):
-    def kernel(x: Tensor, w: Tensor) -> Tensor:
-        return torch.mm(x, w)
-
-    def backward_kernel(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.mm(grad, w.t()), torch.mm(x.t(), grad)
-
-    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=())
-    op.register_fake(lambda x, w: torch.mm(x, w))
-    op.register_autograd(backward_kernel=backward_kernel)
-    f = op if backend is None else torch.compile(lambda x, w: op(x, w), backend=backend)
-    x, w = (torch.eye(3) * factor for factor in (2, 3))
-    x.requires_grad_(), w.requires_grad_()
-    with torch.autocast(TYPE, dtype=LOWER):
-        y = f(x, w)
-    assert y.dtype is LOWER
-    y.sum().backward()
-    assert x.grad.dtype is w.grad.dtype is torch.float32
-    assert x.grad.tolist() == [[3] * 3] * 3
-
-
 @pytest.mark.parametrize("has_rule", [False, True])
 def test_compiled_autograd_restores_the_state_of_the_forward(namespace, has_rule):
     def kernel(x: Tensor, w: Tensor) -> Tensor:

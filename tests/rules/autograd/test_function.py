@@ -32,14 +32,6 @@ def keep_structure(ctx, inputs, output):
 # Lists of inputs
 
 
-def test_each_tensor_of_a_list_gets_its_gradient(namespace):
-    op = define(namespace, total, lambda ctx, grad: ([grad, grad * 2], None), setup_context=None)
-    x, y = leaf(), leaf()
-    op([x, y]).sum().backward()
-    assert x.grad.tolist() == [1, 1]
-    assert y.grad.tolist() == [2, 2]
-
-
 def test_none_may_replace_the_gradients_of_a_list(namespace):
     def scenario(library, namespace):
         op = define(namespace, total, lambda ctx, grad: (None, None), library=library)
@@ -78,16 +70,6 @@ def test_list_without_a_tensor_that_requires_grad_records_nothing(namespace):
     op = define(namespace, total_with_gaps, lambda ctx, grad: (None,), keep_structure)
     assert not op([None, torch.ones(2)]).requires_grad
     assert op([None, leaf()]).requires_grad
-
-
-def test_an_empty_list_with_a_tensor_gets_an_empty_list(namespace):
-    def function(x: Tensor, ys: List[Tensor]) -> Tensor:
-        return x.clone()
-
-    op = define(namespace, function, lambda ctx, grad: (grad, []))
-    x = leaf()
-    op(x, []).sum().backward()
-    assert x.grad.tolist() == [1, 1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,35 +160,6 @@ def test_saved_inputs_and_outputs_die_with_the_result(namespace, function):
         assert tokens[0]() is None
     finally:
         gc.enable()
-
-
-def test_ctx_marks_and_materializes_as_in_an_autograd_function(namespace):
-    seen = []
-
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.clone(), x.clone()
-
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-
-    op = define(namespace, function, lambda ctx, a, b: seen.append((a, b)), setup_context)
-    op(leaf())[1].sum().backward()
-    ((first, second),) = seen
-    assert first is None
-    assert second.tolist() == [1, 1]
-
-
-def test_output_marked_as_non_differentiable_requires_no_grad(namespace):
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.clone(), x.clone()
-
-    def setup_context(ctx, inputs, output):
-        ctx.mark_non_differentiable(output[1])
-
-    op = define(namespace, function, lambda ctx, a, b: a, setup_context)
-    first, second = op(leaf())
-    assert first.requires_grad
-    assert not second.requires_grad
 
 
 FORMULAS = {

@@ -120,12 +120,6 @@ def test_kernel_of_a_device_precedes_the_default_kernel(namespace):
     assert value(op) == 10
 
 
-def test_last_kernel_for_every_device_runs(namespace):
-    op = define(namespace)
-    op.register_kernel(None)(adding(20))
-    assert value(op) == 20
-
-
 def test_none_among_device_types_means_every_other_device(namespace):
     op = define(namespace, device_types=OTHER)
     op.register_kernel([OTHER, None])(adding(10))

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from torch.utils.checkpoint import (
 )
 
 import torchop
-from tests._support.common import needs_native
 from tests._support.devices import TYPE
 from tests.rules.support import leaf_of
 from torchop import AliasError, ForwardModeError, MissingFormulaError, ResultError
@@ -116,17 +114,6 @@ def test_kernel_can_check_whether_a_gradient_is_recorded(lse):
         lse.op(x)
     assert lse.taken() == [False] * 3
     assert not torchop.records_gradient()
-
-
-@needs_native
-def test_calls_that_record_are_native(lse):
-    x = leaf_of([1.0, 2.0])
-    gradient_of(lse.op, x)
-    assert torchop.explain(lse.op, x).native
-    gradient_of(lse.op, x)
-    with torchop.native.disabled():
-        gradient_of(lse.op, x)
-    assert lse.taken() == [True] * 3
 
 
 def test_a_kernel_inside_of_another_is_not_recorded(namespace, lse):
@@ -228,77 +215,6 @@ def test_formula_without_residuals_has_no_cost(namespace):
     x = leaf_of([1.0, 2.0])
     assert_close(gradient_of(op.op, x), x.softmax(-1))
     assert op.taken() == [False]
-
-
-@dataclass
-class Tapes:
-    mask: Tensor
-    count: Tensor | None
-
-
-def test_residuals_of_all_types(namespace):
-    types = {
-        "tapes": Tapes,
-        "nothing": Tensor | None,
-        "several": list[Tensor],
-    }
-
-    def compute(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        tapes = Tapes(x > 0, None)
-        return torchop.residuals((x * n, x + n), tapes, None, [x * 2, x * 3])
-
-    op = torchop.custom_op(f"{namespace}::op", compute, mutates_args=(), residuals=types)
-    op.register_fake(lambda x, n: compute(x, n))
-    seen = []
-
-    def setup_context(ctx, inputs, output, residuals):
-        seen.append((residuals.tapes.count, residuals.nothing))
-        ctx.save_for_backward(residuals.tapes.mask, *residuals.several)
-
-    def formula(ctx, first, second):
-        mask, two, three = ctx.saved_tensors
-        return first * mask + second * (three - two), None
-
-    op.register_autograd(formula, setup_context=setup_context)
-    x = leaf_of([1.0, -2.0])
-
-    def loss(x):
-        first, second = op(x, 4)
-        return first + second
-
-    expected = (x > 0) + x.detach()
-    for _ in range(3):
-        assert_close(gradient_of(loss, x), expected)
-    assert_close(gradient_of(torch.compile(loss, fullgraph=True, backend="aot_eager"), x), expected)
-    assert set(seen) == {(None, None)}
-
-
-def test_structured_arguments(namespace):
-    @dataclass
-    class Config:
-        scale: Tensor
-        power: int
-
-    def compute(x: Tensor, config: Config) -> Tensor:
-        return torchop.residuals(x**config.power * config.scale, x**config.power)
-
-    op = torchop.custom_op(
-        f"{namespace}::op", compute, mutates_args=(), residuals={"powers": Tensor}
-    )
-
-    def setup_context(ctx, inputs, output, residuals):
-        _, config = inputs
-        ctx.save_for_backward(residuals.powers)
-        ctx.power = config.power
-
-    op.register_autograd(
-        lambda ctx, grad: (None, {"scale": (grad * ctx.saved_tensors[0]).sum()}),
-        setup_context=setup_context,
-    )
-    x, scale = torch.tensor([1.0, 2.0]), torch.tensor(3.0, requires_grad=True)
-    for _ in range(2):
-        (gradient,) = torch.autograd.grad(op(x, Config(scale, 3)).sum(), scale)
-        assert gradient == 9
 
 
 def test_forms_of_a_family(namespace):

@@ -64,83 +64,10 @@ def full(x: Tensor) -> Out:
     )
 
 
-def empty(x: Tensor) -> Out:
-    device = torch.device("cpu")
-    none, mode = None, Mode.ROWS
-    return Out(
-        x * 2, none, [none], none, 0, torch.int8, device, mode, {}, -0.0, none, [], none, none
-    )
-
-
-BOTH = pytest.mark.parametrize("function", [full, empty])
-BACKENDS = ["none", "eager", "aot_eager"]
-
-
 def define(namespace: str, function: Callable[..., Any]) -> Any:
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
     op.register_fake(function)
     return op
-
-
-def total(out: Out) -> Tensor:
-    """Weight every tensor of a result differently."""
-    named = [("scale", out.scale)]
-    named += [(f"part {n}", part) for n, part in enumerate(out.parts)]
-    named += [("saved", None if out.saved is None else out.saved.value)]
-    named += list(out.named.items())
-    named += [(f"more {n}", more) for n, more in enumerate(out.more or ())]
-    terms = [(len(name) + 1) * value.sum() for name, value in named if value is not None]
-    return sum(terms, out.y.sum())
-
-
-def backward(ctx: Any, grad: Out) -> Tensor:
-    assert type(grad) is Out
-    assert (grad.bits, grad.dtype, grad.eps, grad.label) == (None, None, None, None)
-    gradient = grad.y * 2
-    if grad.scale is not None:
-        gradient = gradient + grad.scale
-    for part in grad.parts:
-        gradient = gradient if part is None else gradient + part * 3
-    if grad.saved is not None:
-        gradient = gradient + grad.saved.value * 4
-    for name, factor in (("a", 5), ("b", 6)):
-        gradient = gradient + factor * grad.named[name] if name in grad.named else gradient
-    for part, factor in zip(grad.more or (), (7, 8), strict=False):
-        gradient = gradient + part * factor
-    return gradient
-
-
-@BOTH
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_results_and_gradients(namespace: str, function: Callable[..., Any], backend: str) -> None:
-    op = define(namespace, function)
-    op.register_autograd(backward)
-
-    def program(x: Tensor) -> tuple[Tensor, Out]:
-        out = op(x)
-        return total(out), out
-
-    torch._dynamo.reset()
-    run = program
-    if backend != "none":
-        run = torch.compile(program, fullgraph=True, backend=backend)
-    x, reference = (torch.arange(3.0).requires_grad_() for _ in range(2))
-    for _ in range(2):
-        value, out = run(x)
-        assert same(out, function(reference))
-    value.backward()
-    total(function(reference)).backward()
-    assert x.grad is not None
-    assert x.grad.equal(reference.grad)
-    with torchop.native.disabled():
-        assert same(op(x.detach()), function(x.detach()))
-
-
-@BOTH
-def test_opcheck_accepts(namespace: str, function: Callable[..., Any]) -> None:
-    op = define(namespace, function)
-    op.register_autograd(backward)
-    torchop.testing.opcheck(op, (torch.ones(3, requires_grad=True),))
 
 
 def returning(**changes: Any) -> Callable[[Tensor], Out]:

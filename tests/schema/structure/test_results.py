@@ -103,26 +103,6 @@ def test_call_returns_the_functions_result(namespace: str, form: str, given: boo
     assert isinstance(fake, type(function(x, given)))
 
 
-def test_gradients_flow_through_structures(namespace: str) -> None:
-    op, _ = define(namespace, "dataclass")
-    seen = []
-
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        seen.append(output)
-
-    @op.register_autograd(setup_context=setup_context)
-    def _(ctx: Any, grad: Any) -> Any:
-        seen.append(grad)
-        return grad.whole + sum(grad.parts), None
-
-    x = torch.ones(2, requires_grad=True)
-    result = op(x)
-    (result.whole * 2 + result.parts[0] * 3 + result.parts[1] * 4).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [9, 9]
-    assert [type(value) for value in seen] == [Split, Split]
-
-
 def test_vmap_of_structures(namespace: str) -> None:
     op, function = define(namespace, "nested")
 
