@@ -6,6 +6,7 @@ Uses private names.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -204,3 +205,21 @@ def test_stock_operator_is_replaced_completely_or_not_at_all(namespace):
                 works(getattr(torch.ops, namespace).op, namespace)
             else:
                 is_free(namespace)
+
+
+def test_a_definition_leaves_no_reference_cycles(namespace):
+    def make(name: str) -> Any:
+        op = torchop.custom_op(f"{namespace}::{name}", stock, mutates_args=())
+        op.register_fake(torch.empty_like)
+        op.register_autograd(lambda ctx, grad: grad)
+        return op
+
+    first = make("first")  # fills caches
+    gc.collect()
+    gc.disable()
+    try:
+        second = make("second")
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert first(T).tolist() == second(T).tolist() == [1, 1]

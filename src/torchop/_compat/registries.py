@@ -106,6 +106,8 @@ def fake_functions(qualname: str) -> list[Callable[..., Any]]:
 class DefaultRule(functools.partial[Any]):
     """A torch_dispatch rule that torchop registers by default. Any other rule replaces it."""
 
+    __slots__ = ("function",)
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function  # `func` may differ, because `partial` unwraps another `partial`
 

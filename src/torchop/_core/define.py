@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.library
 
@@ -54,9 +54,8 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     definition = Definition(declaration, library, lib)
     torch_ops.before_definition(*name)
-    for block in _running.blocks:
-        if not _is_importing(block.frame):
-            block.definitions.append(definition)
+    for definitions in _definitions_to_undo():
+        definitions.append(definition)
     # Add this callback before any rule is registered. Then closing the library removes all rules,
     # even if the definition fails halfway or `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
@@ -68,7 +67,6 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     for finish in finishing:
         finish()
     registries.publish(qualname, make_handle(definition), library)
-    definition.schema.forget_parsed()
     if lib is not None:
         reason = f"The operator {name} was deregistered: the library it was defined in was closed."
         deregister_with(lib, definition, lambda: reason)
@@ -105,29 +103,23 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
         False
     """
     run_waiting_hooks()
-    before, block = _running.blocks, _Block(sys._getframe(), [])
-    _running.blocks = (*before, block)
+    before, definitions = _running.blocks, list[Definition]()
+    _running.blocks = (*before, definitions)
     try:
         return build()
     except BaseException:
         # ExitStack runs all callbacks, in reverse order, even if one of them raises.
         with contextlib.ExitStack() as stack:
-            for definition in block.definitions:
+            for definition in definitions:
                 stack.callback(definition.deregister, f"The definition of {what} failed.")
         raise
     finally:
         _running.blocks = before
 
 
-class _Block(NamedTuple):
-    """A running call of `all_or_nothing`, with the definitions to undo if it fails."""
-
-    frame: types.FrameType
-    definitions: list[Definition]
-
-
 class _Running(threading.local):
-    blocks: tuple[_Block, ...] = ()
+    # The definitions to undo, for each running call of `all_or_nothing`
+    blocks: tuple[list[Definition], ...] = ()
 
 
 _running = _Running()
@@ -143,14 +135,26 @@ def user_code() -> Iterator[None]:
         _running.blocks = before
 
 
-def _is_importing(outer: types.FrameType) -> bool:
-    """Return whether `outer` is currently importing a module, directly or through other calls."""
+def _definitions_to_undo() -> list[list[Definition]]:
+    """Return the lists that a new operator belongs to, one for each call of `all_or_nothing`.
+
+    Calls that started before a running import are left out. This function finds the calls by their
+    code object. If a block stored its frame instead, the frame and its variables would form a
+    reference cycle, which only the garbage collector could free.
+    """
+    found: list[list[Definition]] = []
     frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame is not outer:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
+    for definitions in reversed(_running.blocks):
+        while frame is not None and frame.f_code is not _ALL_OR_NOTHING:
+            if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+                return found
+            frame = frame.f_back
+        found.append(definitions)
+        frame = frame and frame.f_back
+    return found
+
+
+_ALL_OR_NOTHING = all_or_nothing.__code__
 
 
 def deregister_with(

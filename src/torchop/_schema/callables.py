@@ -112,6 +112,8 @@ RESIDUALS = "residuals"
 
 
 def takes_residuals(setup_context: Any) -> bool:
+    if setup_context is None:
+        return False
     names = _plain_parameters(setup_context)
     if names is not None:
         return RESIDUALS in names

@@ -76,26 +76,25 @@ def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
         raise mistake(
             f"the schema {short_repr(text)} does not parse: {short_text(error)}"
         ) from None
-    if len(parsed.arguments) > MAX_ARGUMENTS:
+    form = form_of(tags)
+    result = Schema(parsed, f"{name.local}{text}", form)
+    names = [argument.name for argument in result.arguments]
+    if len(names) > MAX_ARGUMENTS:
         raise mistake(
-            f"the schema has {len(parsed.arguments)} arguments, but PyTorch takes at most "
-            f"{MAX_ARGUMENTS}. Each field of a structure is an argument; pass values of one type "
-            "as a list or a dict."
+            f"the schema has {len(names)} arguments, but PyTorch takes at most {MAX_ARGUMENTS}. "
+            "Each field of a structure is an argument; pass values of one type as a list or a dict."
         )
-    names = [argument.name for argument in parsed.arguments]
     repeated = next((each for each in names if names.count(each) > 1), None)
     if repeated is not None:
         raise mistake(f"the schema has two arguments {repeated!r}. Rename one of them.")
-    form = form_of(tags)
     if form is Form.PLAIN:
-        form = form_of_schema(parsed)
+        result.form = form_of_schema(parsed)
     else:
         check_form(form, parsed)
-    result = Schema(parsed, f"{name.local}{text}", form)
     if parsed.is_mutable:
         check_maybe_out(parsed)
     tensors = result.keyword_only_tensors
-    if tensors and form is not Form.OUT:
+    if tensors and result.form is not Form.OUT:
         raise mistake(
             f"custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could have no "
             f"gradient. Move them before the '*'. Got {parsed}.",

@@ -139,7 +139,8 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
         return "may hold only ASCII letters, digits and underscores, and may not start with a digit"
     if text.startswith("__"):
         return "may not start with two underscores, because Python and PyTorch reserve such names"
-    if keyword.iskeyword(text) or not schemas.is_identifier(text):
+    # TorchScript's keywords consist of letters, so other names need no parser.
+    if keyword.iskeyword(text) or (text.isalpha() and not schemas.is_identifier(text)):
         return "is a keyword of Python or TorchScript"
     if part == "namespace" and text in RESERVED_NAMESPACES:
         return (

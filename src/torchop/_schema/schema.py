@@ -111,10 +111,10 @@ class Schema:
     def __init__(
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
-        self._source: FunctionSchema | str = parsed
+        self._parsed = parsed
         self.form = form
-        # Keep a text that PyTorch can parse again after `forget_parsed` has freed the parsed
-        # schema. `str(parsed)` does not escape string defaults, so prefer the author's own text.
+        # A text that PyTorch can parse again, for the schemas of helper operators. `str(parsed)`
+        # does not escape string defaults, so prefer the author's own text.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
@@ -145,17 +145,6 @@ class Schema:
             older: the previous `Schema` of the operator.
         """
         return schemas.is_backward_compatible(self._parsed, older._parsed)
-
-    def forget_parsed(self) -> None:
-        """Free the parsed schema to save memory, and parse the text again when it is needed."""
-        self._source = self._parsed.name.partition("::")[0]
-
-    @property
-    def _parsed(self) -> FunctionSchema:
-        source = self._source
-        if isinstance(source, str):
-            source = self._source = schemas.parse(f"{source}::{self.written}")
-        return source
 
     @functools.cached_property
     def text(self) -> str:
@@ -237,8 +226,7 @@ class Schema:
 
     @property
     def keyword_only_tensors(self) -> tuple[str, ...]:
-        arguments = self._parsed.arguments
-        return tuple(a.name for a in arguments if a.kwarg_only and "Tensor" in str(a.real_type))
+        return tuple(a.name for a in self.keyword_only if a.holds_tensors)
 
     @property
     def returns_written(self) -> bool:

@@ -80,9 +80,13 @@ def cache_for(
 
     `is_pure` means that the user declared the outputs to depend only on metadata.
     """
+    # A fake kernel that was declared with options such as `like`, but without a `shape` function,
+    # needs no cache, because running it takes less time than a lookup.
+    functions = getattr(function, "shapes", (function,) if is_pure else ())
     schema, declaration = definition.schema, definition.declaration
     if (
-        not definition.is_ours
+        not functions
+        or not definition.is_ours
         or declaration.is_lenient  # the outputs may be arguments
         or declaration.residuals is not None  # a call may request residuals from the fake kernel
         or schema.is_view
@@ -91,10 +95,7 @@ def cache_for(
         or any("__torch__" in a.kind or "Generator" in a.kind for a in schema.arguments)
     ):
         return None
-    # A fake kernel that was declared with options such as `like`, but without a `shape` function,
-    # needs no cache, because running it takes less time than a lookup.
-    functions = getattr(function, "shapes", (function,) if is_pure else ())
-    return FakeCache(functions, is_pure=is_pure) if functions else None
+    return FakeCache(functions, is_pure=is_pure)
 
 
 _CONSTANTS = (bool, int, float, str, bytes, type(None), torch.dtype, torch.memory_format)
