@@ -178,3 +178,77 @@ def test_a_package_calls_with_omitted_dtypes_and_rejects_results_of_other_dtypes
     is_wrong = True
     with pytest.raises(RuntimeError, match=f"{namespace}::cast: the kernel returned"):
         model(torch.ones(3))
+
+
+def test_empty_lists_reach_the_kernel(namespace: str, tmp_path: Path) -> None:
+    passed: list[object] = []
+
+    @torchop.custom_op(f"{namespace}::collect", mutates_args=())
+    def collect(
+        x: torch.Tensor,
+        ints: list[int],
+        tensors: list[torch.Tensor],
+        floats: list[float],
+        *,
+        sizes: list[int],
+        defaults: list[int] = (),  # type: ignore[assignment]
+    ) -> torch.Tensor:
+        passed[:] = ints, tensors, floats, sizes, defaults
+        return x + 1
+
+    collect.register_fake(lambda x, *_, **__: torch.empty_like(x))
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return collect(x, [], [], [], sizes=[], defaults=[])
+
+    program = torch.export.export(Model(), (torch.ones(3),))
+    # Compile without `torchop.export`, because PyTorch's own function must work too.
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
+    torch._inductor.aoti_load_package(path)(torch.ones(3))
+    assert passed == [[]] * 5
+
+
+def test_an_empty_optional_list_is_rejected(namespace: str, tmp_path: Path) -> None:
+    @torchop.custom_op(f"{namespace}::pad", mutates_args=())
+    def pad(x: torch.Tensor, sizes: list[int] | None, scales: list[float] | None) -> torch.Tensor:
+        return x + (1 if sizes is None else 2)
+
+    pad.register_fake(lambda x, sizes, scales: torch.empty_like(x))
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return pad(x, [], [])
+
+    program = torch.export.export(Model(), (torch.ones(3),))
+    with pytest.raises(ValueError, match="the empty list that the program passes for 'sizes'"):
+        torchop.export.aoti_package(program, tmp_path / "model.pt2")
+
+
+def test_a_result_of_another_size_is_an_error(namespace: str, tmp_path: Path) -> None:
+    returned: list[torch.Tensor] = []
+
+    @torchop.custom_op(f"{namespace}::resize", mutates_args=())
+    def resize(x: torch.Tensor) -> torch.Tensor:
+        return returned.pop()
+
+    resize.register_fake(lambda x: torch.empty(2, 3))
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return resize(x) * 2
+
+    program = torch.export.export(Model(), (torch.ones(3),))
+    # Unlike `torchop.export.aoti_package`, this does not run the kernel before it compiles.
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
+    package = torch._inductor.aoti_load_package(path)
+    for wrong in (torch.ones(2, 2), torch.ones(3, 2).t(), torch.ones(6), torch.ones(0, 3)):
+        returned.append(wrong)
+        with pytest.raises(RuntimeError, match=f"{namespace}::resize: the kernel returned a"):
+            package(torch.ones(3))
+    returned.append(torch.ones(2, 3))
+    assert torch.equal(package(torch.ones(3)), torch.full((2, 3), 2.0))

@@ -305,6 +305,30 @@ def test_recomputation_does_not_repeat_effects_or_random_numbers(namespace):
         assert (len(calls), len(logged)) == (2, 1)
 
 
+@pytest.mark.parametrize("region", CheckpointPolicy)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_an_effect_happens_once_in_a_selective_checkpoint(namespace, backend, region):
+    logged: list[float] = []
+
+    @torchop.custom_op(f"{namespace}::log", mutates_args=(), effects="ordered")
+    def log(x: Tensor) -> Tensor:
+        logged.append(float(x.sum()))
+        return x * 2
+
+    log.register_fake(like="x")
+    log.register_autograd(lambda ctx, grad: grad * 2)
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: region)
+
+    @torch.compile(backend=backend)
+    def program(x: Tensor) -> Tensor:
+        return checkpoint(lambda x: log(x + 1).sin(), x, use_reentrant=False, context_fn=contexts)
+
+    x = torch.ones(3, requires_grad=True)
+    program(x).sum().backward()
+    assert logged == [6.0]
+    assert_close(x.grad, 2 * torch.full((3,), 4.0).cos())
+
+
 def test_a_deregistered_policy_is_ignored(namespace):
     calls: list[int] = []
     sine = _counted(namespace, calls)

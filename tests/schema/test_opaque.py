@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import torchop
 import torchop.extend
+from tests._support.opaque_types import opaque_object
 from torchop import SchemaError, SchemaWarning
 
 X = torch.ones(2)
@@ -97,6 +98,23 @@ def test_the_class_itself_is_returned() -> None:
     assert torchop.opaque(Local) is Local  # registering a class again changes nothing
     assert type(Local()) is Local
     assert Local.__qualname__.endswith("<locals>.Local")
+
+
+def test_a_local_class_that_pytorch_registered_is_rejected_with_a_fix(namespace: str) -> None:
+    # PyTorch registers the class under a name that its parser of schemas rejects.
+    class Local(opaque_object.OpaqueBase):
+        pass
+
+    opaque_object.register_opaque_type(Local, typ="reference")
+
+    def function(x, local):
+        return x.clone()
+
+    function.__annotations__ = {"x": Tensor, "local": Local, "return": Tensor}
+    with pytest.raises(SchemaError) as caught:
+        torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    assert str(caught.value).startswith(f"{namespace}::op")
+    assert "Register it with torchop.opaque" in str(caught.value)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

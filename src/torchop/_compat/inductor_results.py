@@ -1,8 +1,10 @@
-"""Check the dtypes and devices of operator results in programs that Inductor compiles.
+"""Check the results of operators in programs that Inductor compiles.
 
 Inductor's `codegen_size_asserts` (torch/_inductor/ir.py) only checks sizes and strides. So if a
 kernel returned a different dtype than its fake kernel, the program would misread the memory as the
-fake kernel's dtype, possibly past the end. AOTInductor packages have no such checks by default.
+fake kernel's dtype, possibly past the end. AOTInductor packages also check sizes and strides only
+if the variable AOTI_RUNTIME_CHECK_INPUTS is set, so they would access memory past the end of a
+result that is too small.
 """
 
 from __future__ import annotations
@@ -52,22 +54,44 @@ def _write_check(node: Any, wrapper: Any, operator: str) -> None:
     from torch._inductor.virtualized import V  # imports Inductor
 
     name, dtype, device = node.get_name(), node.get_dtype(), node.get_device()
-    message = (
-        f"{operator}: the kernel returned a tensor with another dtype or device than the fake "
-        f"kernel, which returned {dtype} on {device.type}. Make both agree, and compile again."
-    )
+    sizes, strides = node.get_size(), node.get_stride()
+    expected = f"{dtype} on {device.type} with shape {[*sizes]} and strides {[*strides]}"
     if not V.graph.cpp_wrapper:
-        differs = f"{name}.dtype is not {dtype} or {name}.device.type != {device.type!r}"
+        differs = (
+            f"{name}.dtype is not {dtype} or {name}.device.type != {device.type!r} "
+            f"or {name}.ndim != {len(sizes)}"
+        )
+        message = _message(operator, "dtype, device or number of dimensions", expected)
         wrapper.writeline(f"if {differs}: raise RuntimeError({message!r})")
         return
     if V.graph.aot_mode and V.graph.is_const_graph:
         return
+    message = _message(operator, "dtype, device, size or stride", expected)
     expected_dtype = wrapper.codegen_dtype(dtype)
     expected_device = wrapper.codegen_device(device).partition(",")[0]
     wrapper.writeline(
-        f"{{ int32_t dtype, device; "
+        f"{{ int32_t dtype, device; int64_t dim, numel, *sizes, *strides; "
         f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype({name}, &dtype)); "
         f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type({name}, &device)); "
-        f"if (dtype != {expected_dtype} || device != {expected_device}) "
-        f'throw std::runtime_error("{message}"); }}'
+        f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim({name}, &dim)); "
+        f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel({name}, &numel)); "
+        f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes({name}, &sizes)); "
+        f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides({name}, &strides)); "
+        f"const std::initializer_list<int64_t> "
+        f"expected_sizes = {wrapper.codegen_shape_tuple(sizes)}, "
+        f"expected_strides = {wrapper.codegen_shape_tuple(strides)}; "
+        f"bool agrees = dtype == {expected_dtype} && device == {expected_device} "
+        f"&& dim == {len(sizes)}; "
+        # The stride of a dimension of size 0 or 1 has no effect.
+        f"for (int64_t d = 0; agrees && d < dim; ++d) "
+        f"agrees = sizes[d] == expected_sizes.begin()[d] && "
+        f"(numel == 0 || sizes[d] == 1 || strides[d] == expected_strides.begin()[d]); "
+        f'if (!agrees) throw std::runtime_error("{message}"); }}'
+    )
+
+
+def _message(operator: str, compared: str, expected: str) -> str:
+    return (
+        f"{operator}: the kernel returned a tensor with another {compared} than the fake kernel, "
+        f"which returned {expected}. Make both agree, and compile again."
     )

@@ -53,12 +53,6 @@ def install(definition: Definition) -> None:
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    if registries.effect_of(op._name) is not None:
-        # Save the results. Otherwise a compiler could recompute the call in the backward pass,
-        # together with all earlier effectful calls, because PyTorch's pass
-        # `force_save_effectful_ops` (torch/_functorch/partitioners.py) does not cover this case.
-        with checkpointing.saving_in_trace():
-            return mode.__torch_dispatch__(op, types, args, kwargs)
     return _with_policies(op, "", mode, op, types, args, kwargs)
 
 
@@ -162,6 +156,10 @@ def _with_policies(
 ) -> Any:
     rule = get_rule("checkpoint_policy")
     of_operator = rule.lookup(op).decide if rule.has(op) else None
+    if registries.effect_of(op._name) is not None:
+        # Save the results, so that the effect does not happen again in the backward pass. PyTorch's
+        # `force_save_effectful_ops` (torch/_functorch/partitioners.py) does not cover this case.
+        of_operator = _always_save
     of_region = mode.policy_fn
     of_call: Policy | bool = False
 
@@ -184,6 +182,10 @@ def _with_policies(
         # ignores.
         checkpointing.mark(nodes, of_call)
     return result
+
+
+def _always_save(*args: Any, **kwargs: Any) -> Policy:
+    return CheckpointPolicy.MUST_SAVE
 
 
 def _stronger(operator: Policy, region: Policy | bool) -> Any:

@@ -170,7 +170,9 @@ def check_effect(effect: Any, schema: Schema, caller: str) -> Declared:
     if schema.is_mutable or schema.is_view:
         raise ValueError(
             f"{schema.name}: PyTorch ignores the effect of an operator that mutates or aliases an "
-            f"argument, such as {schema}. The mutation already keeps it in the graph and in order."
+            f"argument, such as {schema}. Compilers keep its calls in order, but remove a call if "
+            "nothing uses the tensor that it writes. Declare the effect on an operator that "
+            "mutates nothing, or write into a tensor that outlives the compiled function."
         )
     return declared
 

@@ -18,7 +18,7 @@ import torch
 
 from torchop._compat import opaque_types, schemas
 from torchop._compat.classes import FakeScriptObject
-from torchop._errors import ArgumentError, short_repr
+from torchop._errors import ArgumentError, mistake, short_repr
 from torchop._schema import types
 from torchop._schema.text import write_results
 
@@ -145,6 +145,12 @@ def single_kind(annotation: Any) -> Kind | None:
         return None
     if name == "Generator":  # a built-in type of schemas, not a script class
         return _inferred(name, _instance(annotation), annotation)
+    if "<locals>" in name:
+        raise mistake(
+            f"the class {annotation.__name__} is defined inside a function, so schemas cannot "
+            f"contain its name, {name}. Register it with torchop.opaque instead of "
+            "register_opaque_type, or define it at the top level of a module."
+        )
     # Check the class here, because the dispatcher does not. Leave `exact` unset, because Dynamo in
     # PyTorch 2.12 cannot compare the types of script objects. Accept a FakeScriptObject as well,
     # since it stands in for the object during tracing.

@@ -217,6 +217,17 @@ class Schema:
             if argument.kind == "Tensor" and not argument.has_default
         )
 
+    @functools.cached_property
+    def required_lists(self) -> tuple[int | str, ...]:
+        """Return the positions, or the names if keyword-only, of the arguments that are lists."""
+        places = (*range(len(self.positional)), *(a.name for a in self.keyword_only))
+        arguments = (*self.positional, *self.keyword_only)
+        return tuple(
+            place
+            for place, argument in zip(places, arguments, strict=True)
+            if argument.kind.startswith("List[")
+        )
+
     @property
     def has_optional_tensor_lists(self) -> bool:
         # Test the text first, because computing `arguments` is slow.

@@ -21,8 +21,8 @@ from torchop._compat import on_demand
 from torchop._inspect.registrant import is_defined_in_python, python_kernel
 from torchop.export.programs import (
     METADATA,
+    check_arguments,
     check_constants,
-    check_finite,
     check_operators,
     contents_of_package,
     in_package,
@@ -101,7 +101,8 @@ def aoti_package(
         ArgumentError: `libraries` is a single path instead of a list. ArgumentError is a subclass
             of `TypeError`.
         TypeError: the program passes an object of an opaque class as a constant.
-        ValueError: the program passes inf or nan to a custom operator as a constant.
+        ValueError: the program passes inf, nan or an empty optional list to a custom operator as a
+            constant.
         OSError: a library cannot be loaded; see the cause.
         MissingKernelError: with `libraries`, an operator of the package has no C++ kernel for the
             package's device. No package is written.
@@ -138,7 +139,7 @@ def aoti_package(
             "before the package."
         )
     check_constants(ep, "aoti_package")
-    check_finite(ep)
+    check_arguments(ep)
     check_results(ep)
     configs = dict(inductor_configs or {})
     metadata = configs.get("aot_inductor.metadata") or {}

@@ -51,6 +51,7 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
+_LISTS_PASSED_AS_NONE = frozenset({"int", "SymInt", "Tensor"})
 _LONGEST_NAME = 200  # the maximum length of a module's name in messages
 
 
@@ -141,11 +142,11 @@ def check_constants(ep: ExportedProgram, caller: str) -> None:
                 )
 
 
-def check_finite(ep: ExportedProgram) -> None:
-    """Raise if a program passes inf or nan as a constant to a custom operator.
+def check_arguments(ep: ExportedProgram) -> None:
+    """Raise if a package could not pass the constants of a program to its custom operators.
 
-    Workaround: AOTInductor writes inf and nan as strings, and then cannot load the package
-    (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp).
+    Workaround for torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp: it cannot load inf and
+    nan, which AOTInductor writes as strings, and passes an optional list that is empty as None.
     """
     for node in graphs.nodes_in(ep.graph_module):
         if getattr(node.target, "namespace", "aten") in ("aten", "prims"):
@@ -159,6 +160,23 @@ def check_finite(ep: ExportedProgram) -> None:
                     f"{value}, because AOTInductor cannot load a package that contains inf or nan. "
                     "Pass None instead, and replace it in the operator's function."
                 )
+        if not isinstance(operator, classes.OpOverload):
+            continue
+        arguments = operator._schema.arguments
+        for argument, value in zip(arguments, node.args, strict=False):
+            _check_list(operator, argument, value)
+        for argument in arguments:
+            _check_list(operator, argument, node.kwargs.get(argument.name))
+
+
+def _check_list(operator: classes.OpOverload, argument: Any, value: object) -> None:
+    kind = str(argument.real_type)
+    if value == [] and kind.startswith("Optional[List[") and kind[14:-2] in _LISTS_PASSED_AS_NONE:
+        raise ValueError(
+            f"{operator}: torchop.export.aoti_package cannot store the empty list that the program "
+            f"passes for {argument.name!r}, because AOTInductor would pass None instead. Pass "
+            "None, or declare the argument as a list that is not optional."
+        )
 
 
 def modules_of(ep: ExportedProgram) -> str:

@@ -50,6 +50,7 @@ class Kernels(NamedTuple):
     accept_alias: Callable[[AliasError], None] | None
     returns_arguments: bool
     required_tensors: tuple[int, ...]
+    required_lists: tuple[int | str, ...]
     arrange: Arrange | None = None
 
     def finish(
@@ -155,6 +156,7 @@ class KernelRule(CompiledRule[Kernels]):
             accept_alias=self._accept_alias if definition.declaration.is_lenient else None,
             returns_arguments=returns_arguments,
             required_tensors=definition.schema.required_tensors if definition.is_ours else (),
+            required_lists=definition.schema.required_lists,
             arrange=definition.rule(LayoutRule).compile(),
         )
 
@@ -347,6 +349,8 @@ class KernelRule(CompiledRule[Kernels]):
                 raise _missing_tensor(definition, position)
         if definition.schema.has_defaults:  # pass default values, as calls that run in C++ do
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
+        if kernels.required_lists:
+            args, kwargs = _with_empty_lists(kernels.required_lists, args, kwargs)
         # Copy arguments into the declared layouts here too, because the layout rule's kernel does
         # not run in inference mode.
         args, kwargs = arranged(kernels.arrange, args, kwargs)
@@ -403,6 +407,23 @@ def fitted_kernel(definition: Definition, function: Callable[..., Any]) -> Calla
 
 def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
     return (list(value) if isinstance(value, list) else value for value in args)
+
+
+def _with_empty_lists(
+    places: tuple[int | str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace None by an empty list.
+
+    Workaround: packages of AOTInductor pass None for an empty list of ints or tensors
+    (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp).
+    """
+    for place in places:
+        if isinstance(place, str):
+            if kwargs.get(place, ()) is None:
+                kwargs = {**kwargs, place: []}
+        elif args[place] is None:
+            args = (*args[:place], [], *args[place + 1 :])
+    return args, kwargs
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
