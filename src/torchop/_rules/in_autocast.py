@@ -48,6 +48,7 @@ from torchop._compat import (
 from torchop._compat.classes import EffectType, OpOverload, Tag
 from torchop._core.call import tensors_in
 from torchop._errors import FakeKernelError, TracingError
+from torchop._rules.autograd.gradients import unflatten
 from torchop._rules.checkpoint_modes import marked
 
 # The method `fake_kernel` of `FakeRule`. `_rules.fake.rule` sets this variable, because importing
@@ -89,16 +90,13 @@ def trace_by_name(
     if flat is NotImplemented or is_in_place:
         return flat
     results = iter(flat)
-    nested = [
-        next(results) if length is None else list(itertools.islice(results, length))
-        for length in _latest.lengths
-    ]
+    nested = unflatten(results, _latest.lengths)
     with mode:
         for tensor, value in zip(call.written, results, strict=True):
             tensor.copy_(value)
     if len(nested) == 1:
         return nested[0]
-    return tuple(nested) if nested else None
+    return nested or None
 
 
 def _state_of_kernel(

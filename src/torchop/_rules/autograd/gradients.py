@@ -219,7 +219,7 @@ def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
     return flat
 
 
-def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple[Any, ...]:
+def unflatten(flat: Iterable[Any], layout: Sequence[int | None] | None) -> tuple[Any, ...]:
     if layout is None:
         return tuple(flat)
     rest = iter(flat)

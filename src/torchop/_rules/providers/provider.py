@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import fake_tensors, stand_ins
+from torchop._core.call import replace_all
 from torchop._core.declaration import Site
 from torchop._core.definition import Definition
 from torchop._core.observers import call_signature, check_arguments
@@ -306,8 +307,7 @@ def _support_check(
 
     def accepts(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool) -> bool:
         if not is_traced:  # traced tensors have no data, and comparing their sizes must add guards
-            args = tuple(map(_without_data, args))
-            kwargs = {name: _without_data(value) for name, value in kwargs.items()}
+            args, kwargs = replace_all(args, kwargs, Tensor, stand_ins.stand_in)
         objects, keywords = convention.arguments(args, dict(kwargs))
         start = time.perf_counter()
         try:
@@ -334,9 +334,3 @@ def _support_check(
         return answer
 
     return accepts
-
-
-def _without_data(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return stand_ins.stand_in(value)
-    return list(map(_without_data, value)) if isinstance(value, (list, tuple)) else value

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._core.call import as_tuple
+from torchop._core.call import as_tuple, values_by_name
 from torchop._core.definition import Definition
 from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError, naming
 from torchop._rules.helper_operators import HelperOperator
@@ -242,7 +242,7 @@ class BackwardKernel(HelperOperator):
             gradients = function(*args, **kwargs)
             if self.declared_convention.structure is not None:
                 args, kwargs = self.declared_convention.structure.flat_arguments(*args, **kwargs)
-            values = self._named(args, kwargs)
+            values = values_by_name(self.schema, args, kwargs)
             if type(gradients) is self.by_name:
                 gradients = tuple([getattr(gradients, name) for name in self.names])
             if self.returns_objects:
@@ -256,10 +256,6 @@ class BackwardKernel(HelperOperator):
 
         return kernel
 
-    def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        names = (argument.name for argument in self.schema.positional)
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         taken = {argument.name for argument in self.schema.arguments}
         for argument, is_optional in zip(self.differentiated, self.are_optional, strict=True):
@@ -271,7 +267,8 @@ class BackwardKernel(HelperOperator):
                     f"create the gradient. Add the parameter {name!r} to the backward kernel, or "
                     f"register one, torchop.register_fake({op!r}, fake), with the same parameters."
                 )
-        return self._with_zeros([None] * len(self.differentiated), self._named(args, kwargs))
+        values = values_by_name(self.schema, args, kwargs)
+        return self._with_zeros([None] * len(self.differentiated), values)
 
     def _with_zeros(self, gradients: Sequence[Any], values: Mapping[str, Any]) -> Any:
         """Replace each gradient that is None with zeros in the shape of the argument.
