@@ -260,7 +260,7 @@ def narrower_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 def shown(tensor: torch.Tensor) -> str:
-    numbers = tensor.flatten()[:6].tolist()
+    numbers = dense(tensor).flatten()[:6].tolist()
     more = ", ..." if tensor.numel() > 6 else ""
     digits = [f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers]
     return f"[{', '.join(digits)}{more}]"
@@ -407,17 +407,28 @@ def slope_is_right(function: Any, inputs: Any, step: float = 1e-6, tolerance: fl
     """Check the gradient against finite differences in a single random direction."""
     seed_torch(2)
     directions = [torch.rand_like(tensor) for tensor in inputs]
+    grads = gradients(function, inputs)
 
-    def total(steps: float) -> torch.Tensor:
-        moved = [t + steps * step * d for t, d in zip(inputs, directions, strict=True)]
+    def total(steps: float, places: Sequence[int]) -> torch.Tensor:
+        moved = [
+            t + steps * step * d if n in places else t
+            for n, (t, d) in enumerate(zip(inputs, directions, strict=True))
+        ]
         return weighted_sum(function(*moved))
 
-    pairs = zip(gradients(function, inputs), directions, strict=True)
-    slope = sum(float((g.conj() * d).sum().real) for g, d in pairs if g is not None)
-    with torch.no_grad():
-        expected = float(total(1) - total(-1)) / (2 * step)
-    if not abs(slope - expected) <= tolerance * (0.1 + abs(expected)):
-        raise RuntimeError(
-            f"in a random direction, the gradient is {slope:.6g}, but finite differences give "
-            f"{expected:.6g}."
-        )
+    def problem(places: Sequence[int]) -> str:
+        pairs = [(grads[n], directions[n]) for n in places]
+        slope = sum(float((g.conj() * d).sum().real) for g, d in pairs if g is not None)
+        with torch.no_grad():
+            expected = float(total(1, places) - total(-1, places)) / (2 * step)
+        if abs(slope - expected) <= tolerance * (0.1 + abs(expected)):
+            return ""
+        return f"the gradient is {slope:.6g}, but finite differences give {expected:.6g}."
+
+    every = range(len(inputs))
+    if found := problem(every):
+        # Name the first of several inputs whose gradient alone is wrong.
+        alone = ((n, problem([n])) for n in every if len(inputs) > 1)
+        number, text = next((pair for pair in alone if pair[1]), (None, found))
+        where = "" if number is None else f"with respect to input {number}, "
+        raise RuntimeError(f"{where}in a random direction, {text}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from typing import NamedTuple
 
+import torchop
 from torchop._compat import registries
 from torchop._inspect.registrant import functions_of, place_of
 from torchop.extend import Operator
-from torchop.testing._check.findings import Finding, Result
+from torchop.testing._check.findings import NOT_THE_LAYOUT, Finding, Result
 
 
 class Advice(NamedTuple):
@@ -39,6 +41,10 @@ _ADVICE: dict[str, Advice] = {
         "A result shares memory with an argument, another result or an earlier result.",
         "Return a copy, such as result.clone().",
     ),
+    "contracts.repeated: generator": Advice(
+        "The operator ignores its generator argument.",
+        "Pass the generator to each function that draws random numbers.",
+    ),
     "contracts.repeated": Advice(
         "Equal calls give different results.",
         "Compute results from the arguments only. If the operator draws random numbers, give it "
@@ -59,6 +65,11 @@ _ADVICE: dict[str, Advice] = {
     "contracts.leaks": Advice(
         "Memory grows with every call.", "Release everything that a call allocates."
     ),
+    "contracts.process: random": Advice(
+        "A call advances or seeds a global random number generator.",
+        "Give the operator the tag torch.Tag.nondeterministic_seeded, or draw from a "
+        "torch.Generator of its own.",
+    ),
     "contracts.process": Advice(
         "A call changes the state of the process.", "Restore the state before the call returns."
     ),
@@ -73,6 +84,9 @@ _ADVICE: dict[str, Advice] = {
     "contracts.defaults": Advice(
         "The kernel and the schema have different defaults.", "Give both the same default."
     ),
+    "memory.given: any layout": Advice(
+        "The result for an example is wrong.", "Correct the kernel, or the reference."
+    ),
     "memory.given": Advice("The result is wrong for the layout of a recorded call.", _STRIDES),
     "memory.uninitialized": Advice(
         "Some elements of a result are never written.", "Write every element, or use torch.zeros."
@@ -80,17 +94,23 @@ _ADVICE: dict[str, Advice] = {
     "memory.contiguous": Advice(
         "The kernel reads or writes outside of a contiguous tensor.", "Check the limits of loops."
     ),
-    "memory.empty": Advice("The result is wrong for tensors without elements.", _SIZES),
-    "memory.single": Advice("The result is wrong for dimensions of size 1.", _SIZES),
-    "memory.zero_dim": Advice("The result is wrong for tensors without dimensions.", _SIZES),
+    "memory.empty*": Advice("The result is wrong for tensors without elements.", _SIZES),
+    "memory.single*": Advice("The result is wrong for dimensions of size 1.", _SIZES),
+    "memory.zero_dim*": Advice("The result is wrong for tensors without dimensions.", _SIZES),
     "memory.out": Advice(
         "An out= argument of another shape is not resized.",
         "Call resize_ on {x}, or raise an error.",
     ),
-    "memory.blocks": Advice("The result is wrong for large sizes.", "Check the limits of loops."),
+    "memory.blocks": Advice(
+        "The result is wrong for other sizes than those of the examples.",
+        "Check the limits of loops, and the elements beyond the last full block.",
+    ),
     "memory.written_expanded": Advice(
         "A call writes into an expanded tensor instead of raising an error.",
         "Raise an error if elements of {x} share memory.",
+    ),
+    "memory.*: any layout": Advice(
+        "The result is wrong, also for contiguous tensors.", "Correct the kernel, or the reference."
     ),
     "memory.*": Advice("The result is wrong for a tensor that is not contiguous.", _STRIDES),
     "dtypes.accepted": Advice(
@@ -114,6 +134,10 @@ _ADVICE: dict[str, Advice] = {
     "dtypes.half": Advice("The kernel rounds float16 to bfloat16.", "Keep {x} in float16."),
     "dtypes.*": Advice(
         "Results are less precise than the dtype.", "Accumulate in float32 or double."
+    ),
+    "values.*: any layout": Advice(
+        "The result is wrong for special values.",
+        "Handle {x} of these values, or reject them: register_examples(..., valid=...).",
     ),
     "values.*": Advice(
         "The result for special values differs between layouts.",
@@ -164,16 +188,48 @@ _ADVICE: dict[str, Advice] = {
         "Two threads that call the operator at once get wrong results.",
         "Protect shared buffers with a lock, or allocate them for each call.",
     ),
+    "subsystems.residuals": Advice(
+        "The residuals of a call and its backward do not fit together.",
+        "Describe each residual in the fake kernel as the kernel makes it, and pass all that "
+        "backward needs to ctx in setup_context.",
+        "fake",
+    ),
+    "subsystems.forward_mode": Advice(
+        "Forward mode is wrong.", "Correct the tangent of {x} in the formula.", "formula"
+    ),
+    "subsystems.sharding": Advice(
+        "Results on DTensors are wrong.",
+        "Correct the sharding rule: list dimensions that must not be sharded in whole=..., and "
+        "partial results in reduce=....",
+    ),
+    "subsystems.inference_mode": Advice(
+        "The result is different in inference mode, or if arguments require grad.",
+        "Do not let the kernel depend on the grad mode, or on requires_grad.",
+    ),
+    "subsystems.subclasses": Advice(
+        "The result is wrong for subclasses of Tensor.",
+        "Do not check the exact type of {x} in the kernel, or read its memory by address.",
+    ),
     "subsystems.autocast": Advice(
         "The result under autocast is wrong.", "Cast all arguments to one dtype."
     ),
+}
+# Maps patterns of check names, and words in their messages, to keys of `_ADVICE`.
+_BY_MESSAGE = {
+    ("contracts.schema", "UndeclaredMutationError"): "contracts.schema: write",
+    ("contracts.repeated", "generator that the caller passes"): "contracts.repeated: generator",
+    ("contracts.process", "nondeterministic_seeded"): "contracts.process: random",
+    ("*", "elements that the kernel does not write"): "memory.uninitialized",
 }
 
 
 def _advice(result: Result) -> Advice:
     name = result.check.partition("[")[0]
-    if name == "contracts.schema" and "UndeclaredMutationError" in result.message:
-        name = "contracts.schema: write"
+    if NOT_THE_LAYOUT in result.message:
+        name = f"{name}: any layout"
+    for (check, words), key in _BY_MESSAGE.items():
+        if fnmatch.fnmatchcase(name, check) and words in result.message:
+            name = key
     for pattern, advice in _ADVICE.items():
         if fnmatch.fnmatchcase(name, pattern):
             return advice
@@ -210,16 +266,18 @@ def followup_in_words(operator: Operator, result: Result, first: Result) -> str:
 def _argument(operator: Operator, result: Result) -> str:
     """Return the argument named in the failure message, or the first tensor if there is none."""
     tensors = [a.name for a in operator.schema.arguments if "Tensor" in a.kind]
+    if result.check.partition("[")[0] in ("memory.out", "memory.written_expanded"):
+        return next(name for name in tensors if name in operator.schema.mutated)
     number = re.search(r"gradient at index (\d+)", result.message)
     if number and int(number[1]) < len(operator.schema.arguments):
         return operator.schema.arguments[int(number[1])].name
     named = re.search(r"(?:[Aa]rgument|input) '?(\w+)", result.message)
     if named and named[1] in tensors:
         return named[1]
-    number = re.search(r"with respect to input (\d+)", result.message)
-    if number and int(number[1]) < len(tensors):
-        return tensors[int(number[1])]
     return tensors[0] if tensors else "the argument"
+
+
+_PACKAGE = os.path.dirname(torchop.__file__) + os.sep
 
 
 def _place(operator: Operator, of: str) -> str:
@@ -234,6 +292,6 @@ def _place(operator: Operator, of: str) -> str:
         functions = list(functions_of(operator.name))
     for function in functions:
         code = getattr(function, "__code__", None)
-        if code is not None:
+        if code is not None and not code.co_filename.startswith(_PACKAGE):  # a wrapper of torchop
             return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
     return place_of(operator) or "unknown"

@@ -1,16 +1,50 @@
-"""Variants that enlarge one dimension of a single tensor."""
+"""Variants that enlarge dimensions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from torchop.testing import probes
 from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.cases import Case
-from torchop.testing._check.sizes import with_size
+from torchop.testing._check.sizes import (
+    ODD,
+    each_resized,
+    larger_sizes,
+    sizes,
+    sizes_changed,
+    with_size,
+)
 from torchop.testing._check.subject import Subject
+
+
+def longer(subject: Subject, example: Example) -> Iterator[Case]:
+    for change, other in each_resized(example, *({n: n + 1} for n in sizes(example) if n)):
+        yield Case(sizes_changed(change), other)
+
+
+def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Iterator[Case]:
+    """Enlarge dimensions to the sizes in `blocks`, changing dimensions of equal size together."""
+    changes = larger_sizes(example, _results(subject, example), blocks)
+    if not changes:
+        raise CannotCheck("no tensor has a dimension that can grow")
+    for change, other in each_resized(example, *changes):
+        yield Case(sizes_changed(change), other)
+
+
+def _results(subject: Subject, example: Example) -> list[torch.Tensor]:
+    return probes.tensors_of(subject.first_calls[subject.place(example)].record.outcome)
+
+
+def odd(subject: Subject, example: Example) -> Iterator[Case]:
+    """Enlarge each size to `ODD` and make all others odd, so that numbers of elements are odd."""
+    for change in larger_sizes(example, _results(subject, example), (ODD,)):
+        others = {size: size | 1 for size in sizes(example)}
+        if any(size != other for size, other in others.items() if size not in change):
+            for changed, other in each_resized(example, others | change):
+                yield Case(sizes_changed(changed), other)
 
 
 def uneven(subject: Subject, example: Example) -> Iterator[Case]:

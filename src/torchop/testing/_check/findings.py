@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 Outcome = Literal["passed", "failed", "expected failure", "cannot be done", "not run"]
 
+# The start of a sentence in messages about results that are wrong for contiguous tensors, too.
+NOT_THE_LAYOUT = "The layout is not the cause"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -103,6 +106,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     ),
     "subsystems.grad_strides": ("subsystems.gradgradcheck",),
     "subsystems.saved: incoming": _OF_GRADIENTS,
+    "subsystems.saved": ("subsystems.gradgradcheck", "subsystems.func"),
     "subsystems.compiled": ("subsystems.compiled_autocast",),
     "subsystems.vmap": ("subsystems.vmap_compiled", "subsystems.func"),
     "providers.supports": ("providers.*",),
@@ -145,7 +149,7 @@ def explaining(failure: Result, earlier: Sequence[Result]) -> Result | None:
 def _clarity(failure: Result) -> int:
     """Return a sort key that puts the failures with the most obvious cause first."""
     check = failure.check.partition("[")[0]
-    if check == "memory.uninitialized" or _key(failure) == "subsystems.saved: incoming":
+    if check in ("memory.uninitialized", "subsystems.saved"):
         return 0
     return 2 if check in ("dtypes.accepted", "dtypes.promotion") else 1
 

@@ -30,7 +30,7 @@ from torchop.testing._check.calls import (
 )
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks import later_calls, providers, results
-from torchop.testing._check.findings import Outcome, Result
+from torchop.testing._check.findings import NOT_THE_LAYOUT, Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import Subject
 from torchop.testing._check.table import CHECKS, CheckKind
@@ -309,21 +309,35 @@ class _Run:
             case = shrunk(case, self._again, seconds)
             error = self._again(case) or error
         self.cause, self.group = _cause(error), case.group
-        message = f"{case.label}: {type(error).__name__}: {shortened(text_of(error))}"
+        text = shortened(self._with_names(case, text_of(error)))
+        message = f"{case.label}: {type(error).__name__}: {text}"
         if isinstance(error, AssertionError):
-            message = shortened(text_of(error))
+            message = text
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
         probe, options = _probe(self.check, case, self.subject.call(case))
         is_compared = probe is results.same_as_contiguous and not breaks_contract(error)
-        if case.arrange and is_compared and self._fails_contiguous(case, options):
+        is_example = case.group == "plain"
+        if (case.arrange or is_example) and is_compared and self._fails_contiguous(case, options):
             self.group = "size" if case.group == "layout" else case.group
-            message += (
-                "\nThe layout is not the cause: the same values fail in contiguous memory too. If "
-                "no caller may pass them, reject them: register_examples(..., valid=...)."
-            )
+            message += f"\n{NOT_THE_LAYOUT}: the same values fail in contiguous memory too."
+            if not is_example:
+                message += (
+                    " If no caller may pass them, reject them: register_examples(..., valid=...)."
+                )
         text = _program(self.check, case, probe, options)
         return "failed", message, text
+
+    def _with_names(self, case: Case, text: str) -> str:
+        """Replace the numbers of inputs in messages of gradcheck with the names of arguments."""
+        names = self.subject.call(case).differentiable
+        if case.group != "gradient":
+            return text
+        return re.sub(
+            r"(?<=with respect to )input (\d+)",
+            lambda found: names[int(found[1])] if int(found[1]) < len(names) else found[0],
+            text,
+        )
 
     def _fails_contiguous(self, case: Case, options: Any) -> bool:
         plain = Example(*probes.contiguous_copies(tuple(case.arguments())))

@@ -61,8 +61,10 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
 
 # One more than common block sizes and grid sizes of kernels.
 BLOCKS = (1025, 65537)
-# A size that no common tile size divides, and a size that most tile sizes divide.
-TILES = (127, 1024)
+# A size that no common tile size or vector width divides.
+ODD = 127
+# The same, and a size that most tile sizes divide.
+TILES = (ODD, 1024)
 # The maximum number of elements of an enlarged example, and also of its results. With this limit, a
 # call takes less than a second.
 _MOST_ELEMENTS = 2**19

@@ -15,7 +15,7 @@ from torchop._rules.layout import layouts_of
 from torchop.testing import probes
 from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.cases import Arrangement, Case, Variant
-from torchop.testing._check.enlarged import counts, unequal, uneven
+from torchop.testing._check.enlarged import counts, larger, longer, odd, unequal, uneven
 from torchop.testing._check.layouts import LAYOUTS, WRITABLE, in_layout
 from torchop.testing._check.outputs import other_out
 from torchop.testing._check.relations import has_fixed_values, referred
@@ -24,7 +24,6 @@ from torchop.testing._check.sizes import (
     BLOCKS,
     TILES,
     each_resized,
-    larger_sizes,
     sizes,
     sizes_changed,
 )
@@ -154,21 +153,6 @@ def sized(size: int, subject: Subject, example: Example) -> Cases:
         raise CannotCheck("no tensor has a dimension")
     for change, other in each_resized(example, *(dict.fromkeys(n, size) for n in chosen)):
         yield Case(sizes_changed(change), other, in_layout("contiguous"))
-
-
-def longer(subject: Subject, example: Example) -> Cases:
-    for change, other in each_resized(example, *({n: n + 1} for n in sizes(example) if n)):
-        yield Case(sizes_changed(change), other)
-
-
-def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
-    """Enlarge dimensions to the sizes in `blocks`, changing dimensions of equal size together."""
-    results = probes.tensors_of(subject.first_calls[subject.place(example)].record.outcome)
-    changes = larger_sizes(example, results, blocks)
-    if not changes:
-        raise CannotCheck("no tensor has a dimension that can grow")
-    for change, other in each_resized(example, *changes):
-        yield Case(sizes_changed(change), other)
 
 
 def odd_strides(subject: Subject, example: Example) -> Cases:
@@ -363,7 +347,10 @@ def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrange
 
 def int8(subject: Subject, example: Example) -> Cases:
     for place, tensor in enumerate(example.tensors):
-        if tensor.dtype in (torch.int8, torch.uint8) and not may_be_places(tensor, example):
+        is_byte = tensor.dtype in (torch.int8, torch.uint8)
+        # Kernels in Python refuse indices out of bounds.
+        is_safe = subject.operator.function is not None or not may_be_places(tensor, example)
+        if is_byte and is_safe:
             limits = torch.iinfo(tensor.dtype)
             changed = with_numbers([limits.min, limits.max, 0], 1, tensor)
             label = f"{subject.names(example)[place]} full of limits"
@@ -433,6 +420,7 @@ VARIANTS: dict[str, Variant] = {
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
     "tiles": Variant("tiles", "size", functools.partial(larger, TILES), most=1),
+    "odd": Variant("odd", "size", odd, most=1),
     **_group("size", other_out=other_out),
     # The same as "blocks", but only with the smallest size. Checks of fake kernels use it, because
     # a fake kernel in Python may be slow for large sizes.

@@ -29,6 +29,7 @@ from torchop.testing._check.checks.gradients import (
     slope_problem,
     slopes_are_right,
 )
+from torchop.testing._check.checks.incoming_gradients import gradients_are_linear
 from torchop.testing._check.enlarged import unequal
 from torchop.testing._check.layouts import in_layout
 from torchop.testing._check.sizes import BLOCKS, each_resized, larger_sizes, sizes, sizes_changed
@@ -170,6 +171,7 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
         details["precision"] = "float32, because the operator does not support double"
         for example in subject.trainable_examples[:3]:
             yield gradient_case("the example in float32", example, probe=slopes_are_right)
+        yield _of_ones(subject.trainable_examples[0])
         for example in subject.trainable_examples[:3]:
             for label, smaller in broadcast(subject, example):
                 options = {"is_double": False}
@@ -181,6 +183,7 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     examples = subject.double_examples[:3]
     for example in examples:
         yield gradient_case("the example in double", example, probe=gradients_are_finite_and_right)
+    yield _of_ones(examples[0])
     for example in examples:
         for label, smaller in broadcast(subject, example):
             yield gradient_case(label, smaller, probe=gradients_are_right_if_broadcast)
@@ -196,9 +199,13 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
         yield from _of_other_values(subject, example)
     yield gradient_case("digits in double", examples[0], probe=gradients_are_double)
     if not subject.is_random:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             label, probe = f"in {dtype} and in double", gradients_agree_with_double
             yield gradient_case(label, examples[0], probe=probe, options={"dtype": dtype})
+
+
+def _of_ones(example: Example) -> Case:
+    return gradient_case("incoming gradients of 1", example, probe=gradients_are_linear)
 
 
 def _of_other_sizes(subject: Subject, example: Example) -> Iterator[Case]:

@@ -16,9 +16,10 @@ from torchop.extend import Schema, named_inputs
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.results import writes_every_element
 from torchop.testing._check.sizes import each_resized, sizes
 from torchop.testing._check.subject import Subject
-from torchop.testing._check.variants import other_scalars
+from torchop.testing._check.variants import in_dtype, other_scalars
 from torchop.testing._fork import Worker, WorkerError, can_fork
 from torchop.testing.process_state import restored
 
@@ -75,7 +76,11 @@ def is_the_first(call: Call, before: Any, first: Any) -> None:
         raise AssertionError(
             f"{what}: it raises {reason(error)} The kernel keeps a value of an earlier call."
         ) from error
-    probes.assert_same(again, first, what)
+    try:
+        probes.assert_same(again, first, what)
+    except AssertionError:
+        writes_every_element(call, what)  # has a clearer message if elements are uninitialized
+        raise
 
 
 def note_first_outcomes(subject: Subject) -> None:
@@ -92,14 +97,16 @@ def note_first_outcomes(subject: Subject) -> None:
     with contextlib.suppress(CannotCheck, WorkerError):
         others = _others(subject, [], example)["others"]
         # The last call passes other values in tensors of the same sizes, so always include it.
-        for arguments in [*others[: _MOST_FORKS - 1], *others[_MOST_FORKS - 1 :][-1:]]:
+        first, last = others[: _MOST_FORKS - 2], others[_MOST_FORKS - 2 :][-1:]
+        in_half = in_dtype(torch.half, example)
+        for arguments in (*first, *last, *([tuple(in_half)] if subject.is_valid(in_half) else ())):
             other = Example(*arguments)
             if subject.declined(other) is None:
                 subject.first_outcomes.append((other, _in_a_fork(Call(subject.op, *other))))
 
 
 # Each fork takes about 20 ms.
-_MOST_FORKS = 4
+_MOST_FORKS = 5
 
 
 def _in_a_fork(call: Call) -> list[Any]:
