@@ -81,7 +81,7 @@ class Entry:
     plan: Plan | None  # if None, the next call compiles a plan
     dispatch: Callable[..., Any] | None  # calls the dispatcher; must be set before `plan`
     def __new__(
-        cls, name: OpName, refresh: NativeCalls
+        cls, name: OpName, refresh: NativeCalls, /
     ) -> Entry: ...  # refresh() compiles a plan and sets `plan`
     @property
     def name(self) -> OpName: ...
@@ -115,6 +115,7 @@ class Operator:
         entry: Entry | None,
         dispatch: Callable[..., Any],
         next: Operator | None = ...,
+        /,
     ) -> Operator: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -128,6 +129,7 @@ class Choice:
         # resolve(settings, is_deterministic) returns a function, and True if it is the kernel for
         # all calls. Otherwise, the function takes the arguments of a call and returns its kernel.
         resolve: Callable[[Any, bool], tuple[Callable[..., Any], bool]],
+        /,
     ) -> Choice: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -204,11 +204,9 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   return result;
 }
 
-PyObject* make_choice(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"blocks", "resolve", nullptr};
+PyObject* make_choice(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *blocks, *resolve;
-  if (!PyArg_ParseTupleAndKeywords(
-          args, keywords, "O!O", const_cast<char**>(names), &PyContextVar_Type, &blocks, &resolve))
+  if (!PyArg_ParseTuple(args, "O!O", &PyContextVar_Type, &blocks, &resolve))
     return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr)

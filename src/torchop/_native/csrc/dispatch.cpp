@@ -9,8 +9,8 @@
 
 namespace torchop {
 
-PyTypeObject* tensor_type = nullptr;
-PyTypeObject* parameter_type = nullptr;
+PyTypeObject* const tensor_type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+PyTypeObject* const parameter_type = reinterpret_cast<PyTypeObject*>(ParameterClass);
 
 namespace {
 

@@ -26,8 +26,10 @@ namespace torchop {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-extern PyTypeObject* tensor_type;
-extern PyTypeObject* parameter_type;
+// The classes torch.Tensor and torch.nn.Parameter. PyTorch's variables are not in this library, so
+// reading them in each call would need one more memory access.
+extern PyTypeObject* const tensor_type;
+extern PyTypeObject* const parameter_type;
 
 struct TensorSummary {
   DispatchKeySet keys;

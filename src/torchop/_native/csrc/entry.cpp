@@ -228,11 +228,9 @@ Entry& entry_of(PyObject* self) {
   return *reinterpret_cast<Entry*>(self);
 }
 
-PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"name", "refresh", nullptr};
+PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *name, *refresh;
-  if (!PyArg_ParseTupleAndKeywords(
-          args, keywords, "OO", const_cast<char**>(names), &name, &refresh))
+  if (!PyArg_ParseTuple(args, "OO", &name, &refresh))
     return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr)

@@ -180,16 +180,6 @@ bool find_interpreter() {
   return set_eval_frame != nullptr;
 }
 
-bool find_tensor_types() {
-  THPObjectPtr torch(PyImport_ImportModule("torch"));
-  THPObjectPtr nn(torch ? PyImport_ImportModule("torch.nn") : nullptr);
-  if (!nn)
-    return false;
-  tensor_type = reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(torch.get(), "Tensor"));
-  parameter_type = reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(nn.get(), "Parameter"));
-  return tensor_type != nullptr && parameter_type != nullptr;
-}
-
 bool add_backends(PyObject* module) {
   THPObjectPtr names(PyList_New(0));
   for (const DispatchKey key : plain_backend_keys()) {
@@ -220,10 +210,9 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__call_path() {
   PyObject* module = PyModule_Create(&torchop::definition);
   if (module != nullptr &&
-      (!torchop::check_node_layout() || !torchop::find_tensor_types() ||
-       !torchop::find_interpreter() || !torchop::add_plan_type(module) ||
-       !torchop::add_entry_type(module) || !torchop::add_operator_type(module) ||
-       !torchop::add_choice_type(module) ||
+      (!torchop::check_node_layout() || !torchop::find_interpreter() ||
+       !torchop::add_plan_type(module) || !torchop::add_entry_type(module) ||
+       !torchop::add_operator_type(module) || !torchop::add_choice_type(module) ||
        PyModule_AddIntConstant(module, "nodes_come_from_apply", torchop::nodes_come_from_apply()) <
            0 ||
        !torchop::add_backends(module)))

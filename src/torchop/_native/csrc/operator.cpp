@@ -62,11 +62,9 @@ PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, Py
       *reinterpret_cast<Entry*>(op.entry), op.dispatch, op.next, args, nargsf, keywords);
 }
 
-PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"owner", "entry", "dispatch", "next", nullptr};
+PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *owner, *entry, *dispatch, *next = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(
-          args, keywords, "OOO|O", const_cast<char**>(names), &owner, &entry, &dispatch, &next))
+  if (!PyArg_ParseTuple(args, "OOO|O", &owner, &entry, &dispatch, &next))
     return nullptr;
   if ((entry != Py_None && Py_TYPE(entry) != entry_type) ||
       (next != Py_None && Py_TYPE(next) != operator_type)) {
