@@ -95,18 +95,6 @@ def _seconds(ctx: Any, param: Any, value: float) -> float:
     help="Run a test suite, and check the operators that match, with its calls as examples. The "
     "arguments after -- are the command, such as: -- pytest tests",
 )
-@click.option(
-    "--baseline",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="With --from-tests: a file of known failures, written if it does not exist.",
-)
-@click.option(
-    "--budget",
-    default=5.0,
-    callback=_seconds,
-    show_default=True,
-    help="With --from-tests: the time limit for each operator, in seconds.",
-)
 @file_to_write("--json", "json_path", help="Write JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
@@ -116,8 +104,6 @@ def check(
     jobs: int,
     verbose: bool,
     from_tests: tuple[str, ...],
-    baseline: Path | None,
-    budget: float,
     **options: Any,
 ) -> None:
     """Check operators on generated inputs.
@@ -136,8 +122,7 @@ def check(
     The exit code is 0 if no check failed, and 1 if a check failed or no operator has examples.
     """
     if from_tests:
-        only = options["only"]
-        sys.exit(_run_suite(from_tests, selection.operators, only, budget, baseline, json_path))
+        sys.exit(_run_suite(from_tests, selection.operators, options["only"], json_path))
     for package in ("pytest", "xdist", "pytest_timeout"):
         require(package, "check", "check")
     options = {name: value for name, value in options.items() if value}
@@ -162,8 +147,6 @@ def _run_suite(
     patterns: tuple[str, ...],
     command: tuple[str, ...],
     only: tuple[str, ...],
-    budget: float,
-    baseline: Path | None,
     json_path: Path | None,
 ) -> int:
     """Run pytest with the options of torchop's pytest plugin, and return its exit code."""
@@ -179,11 +162,9 @@ def _run_suite(
     installed = importlib.metadata.entry_points(group="pytest11")
     has_plugin = any(point.value == "pytest_torchop" for point in installed)
     arguments = [sys.executable, "-m", "pytest", *([] if has_plugin else ["-p", "pytest_torchop"])]
-    arguments += [*words[1:], f"--torchop-check-budget={budget:g}"]
+    arguments += words[1:]
     arguments += [f"--torchop-check={pattern}" for pattern in patterns]
     arguments += [f"--torchop-check-only={name}" for name in only]
-    if baseline is not None:
-        arguments.append(f"--torchop-baseline={baseline.absolute()}")
     if json_path is not None:
         arguments.append(f"--torchop-report={json_path}")
     return subprocess.run(arguments).returncode
