@@ -162,7 +162,7 @@ class Schema:
     def written_types(self) -> dict[str, str]:
         return {a.name: schemas.written_type(a) for a in self._parsed.arguments}
 
-    @property
+    @functools.cached_property
     def constants(self) -> tuple[str, ...]:
         """Return the names of the `int` arguments. Compilers specialize on the values of these."""
         return tuple(n for n, kind in self.written_types.items() if kind.startswith("int"))

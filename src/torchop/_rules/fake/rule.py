@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch.library
 
@@ -20,7 +20,7 @@ from torchop._compat import (
 from torchop._compat.classes import FakeImplCtx, FakeTensorMode, tree_leaves
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import returned_result, tensors_in
-from torchop._core.contract import ResultCheck, result_check
+from torchop._core.contract import result_check
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
@@ -49,14 +49,7 @@ NO_FUNCTION = "torchop"
 _KIND = "fake kernel"  # the key in the table of registrations
 
 
-class Fake(NamedTuple):
-    function: Callable[..., Any] | None
-    check_result: ResultCheck
-    outputs_are_fresh: bool
-    constants: tuple[str, ...]
-
-
-class FakeRule(CompiledRule[Fake]):
+class FakeRule(CompiledRule["Callable[..., Any] | None"]):
     """The fake kernel of an operator, and the kernel for the Meta dispatch key that calls it."""
 
     function: Callable[..., Any] | None = None
@@ -103,14 +96,8 @@ class FakeRule(CompiledRule[Fake]):
         if self.function is None:
             self.definition.registered.remove(_KIND)
 
-    def compile(self) -> Fake:
-        definition = self.definition
-        return Fake(
-            function=None if self.function is None else bind(self.function, definition.schema),
-            check_result=result_check(definition.schema.returns),
-            outputs_are_fresh=not definition.declaration.is_lenient,
-            constants=definition.schema.constants,
-        )
+    def compile(self) -> Callable[..., Any] | None:
+        return None if self.function is None else bind(self.function, self.definition.schema)
 
     def cache_parts(self) -> Iterator[object]:
         yield from (self.function, self.definition.declaration.is_lenient)
@@ -195,7 +182,7 @@ class FakeRule(CompiledRule[Fake]):
 
     def _warn_of_symbolic_arguments(self, mode: Any) -> None:
         definition = self.definition
-        constants = definition.plan[FakeRule].constants
+        constants = definition.schema.constants
         if len(constants) > len(self.warned) and mode is not None and mode.shape_env is not None:
             symbolic = symbolic_arguments(definition, constants)
             new = [name for name in symbolic if name not in self.warned]
@@ -256,16 +243,16 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    fake, schema = definition.plan[FakeRule], definition.schema
+    function, schema = definition.plan[FakeRule], definition.schema
     args, kwargs = arranged(definition.plan[LayoutRule], args, kwargs)
-    if fake.function is None:
+    if function is None:
         if schema.form is not Form.PLAIN:
             return returned_result(schema, args, kwargs)
         has_purpose = schema.is_mutable or definition.plan[EffectRule] is not None
         if has_purpose and definition.schema.returns_nothing:
             return None
         raise missing_fake(definition)
-    function = not_recording(definition, fake.function)
+    run = not_recording(definition, function)
     if schema.object_types:
         given = tuple(tree_leaves((args, kwargs)))
         is_replaced = traced_objects.is_replaceable
@@ -273,9 +260,9 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     try:
         if dispatch.is_handled_by_mode():  # FakeTensorMode called the fake kernel
             with dispatch.with_func_transforms():
-                result = call_watched(definition, function, args, kwargs)
+                result = call_watched(definition, run, args, kwargs)
         else:
-            result = call_watched(definition, function, args, kwargs)
+            result = call_watched(definition, run, args, kwargs)
     except Exception as error:
         attribute = tracing.attribute_without_value(error)
         if attribute is not None:
@@ -284,16 +271,16 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             raise attribute_was_read(definition, attribute) from None
         is_clear = isinstance(error, (FakeKernelError, TracingError))
         if is_clear or not reads_data(error, definition.overload):
-            place = source_of(definition.rule(FakeRule).function or fake.function)
+            place = source_of(definition.rule(FakeRule).function or function)
             add_note(error, f"in the fake kernel of {definition}, {place}")
             raise
         raise data_was_read(definition, error) from error
-    result = fake.check_result(result, definition, "fake kernel")
+    result = result_check(schema.returns)(result, definition, "fake kernel")
     if schema.object_types:
         result = tracing.with_traced_objects(result, given)
     if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
         return result
-    if fake.outputs_are_fresh:
+    if not definition.declaration.is_lenient:
         result = fresh(result, {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))})
     check_outputs(definition, result)
     return result
