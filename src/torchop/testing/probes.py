@@ -44,6 +44,11 @@ def requiring_grad(value: Any) -> Any:
     )
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert float8 to float32, because PyTorch has no arithmetic for float8."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
 def is_sorted(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one-dimensional and sorted in ascending order."""
     return tensor.dim() == 1 and bool((tensor[1:] >= tensor[:-1]).all())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import torchop
 from tests._support.forking import run_forked
 from torchop.testing import check
+from torchop.testing._check import run
 from torchop.testing._check.run import plan_checks, run_check
 
 
@@ -92,3 +95,56 @@ def test_schema_violation_does_not_suggest_valid(namespace: str) -> None:
     report = check(swap, call, only="memory.transposed", raise_exception=False)
     assert "swapped the storage of argument 'x'" in report.failures[0].message
     assert "register_examples" not in report.failures[0].message
+
+
+def _float8(*shape: int) -> Tensor:
+    return torch.arange(1.0, math.prod(shape) + 1).view(shape).to(torch.float8_e4m3fn)
+
+
+def test_operators_with_float8_tensors_are_checked(namespace: str) -> None:
+    """PyTorch has no arithmetic for float8, so checks must not compute with these tensors."""
+
+    @torchop.custom_op(f"{namespace}::scaled", mutates_args=())
+    def scaled(x: Tensor, scale: Tensor) -> Tensor:
+        return (x.double() * scale.double()).to(torch.float8_e4m3fn)
+
+    @scaled.register_fake
+    def _(x: Tensor, scale: Tensor) -> Tensor:
+        return torch.empty_like(x, dtype=torch.float8_e4m3fn)
+
+    @torchop.custom_op(f"{namespace}::store", mutates_args=("cache",))
+    def store(cache: Tensor, x: Tensor) -> None:
+        cache.copy_(x)
+
+    names = ["schema", "state", "written", "process", "accepted", "promotion", "numbers"]
+    for op, other in (scaled, _float8(2, 3)), (store, torch.ones(2, 3)):
+        report = check(op, (_float8(2, 3), other), only=names, raise_exception=False)
+        assert not report.failures, report
+        assert "float8" not in str(report).lower().replace("-> float8", ""), report
+
+
+def test_float8_does_not_hide_failures(namespace: str) -> None:
+    """A check that fails also searches for a smaller example, and computes with its tensors."""
+
+    @torchop.custom_op(f"{namespace}::widened", mutates_args=())
+    def widened(x: Tensor) -> Tensor:
+        return x.float()
+
+    widened.register_fake(torch.empty_like)
+    report = check(widened, (_float8(2, 3),), only="subsystems.fake", raise_exception=False)
+    assert [failure.check for failure in report.failures] == ["subsystems.fake"]
+    assert "torch.float8_e4m3fn from the fake kernel" in report.failures[0].message
+
+
+def test_failure_is_reported_if_searching_for_a_smaller_example_is_not_implemented(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shrunk(*args: object) -> None:
+        raise NotImplementedError("no kernel for this dtype")
+
+    monkeypatch.setattr(run, "shrunk", shrunk)
+    schema = "(Tensor x) -> Tensor"
+    op = torchop.custom_op(f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema=schema)
+    op.register_fake(lambda x: x.new_empty(7))
+    report = check(op, (torch.ones(3),), only="subsystems.fake", raise_exception=False)
+    assert [failure.check for failure in report.failures] == ["subsystems.fake"]

@@ -210,7 +210,8 @@ class _Arguments:
         If the tensor holds indices, the limited range keeps the random numbers valid indices.
         """
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
-        numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]
+        numbers = probes.widened(tensor)
+        numbers = numbers if dtype.is_complex else numbers[numbers.isfinite()]
         if not dtype.is_complex and dtype is not torch.bool and numbers.numel():
             low, high = numbers.min().item(), numbers.max().item()
             high += 0 if dtype.is_floating_point else 1

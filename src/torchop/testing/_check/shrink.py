@@ -12,7 +12,7 @@ from torch import Tensor
 from torchop.testing._check.calls import Example
 from torchop.testing._check.cases import Case
 from torchop.testing._check.sizes import each_resized, sizes
-from torchop.testing.probes import is_plain
+from torchop.testing.probes import is_plain, widened
 
 
 def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:
@@ -62,8 +62,10 @@ def _simple(tensor: Tensor) -> Tensor | None:
     if not is_plain(tensor) or not tensor.dtype.is_floating_point or tensor.numel() < 1:
         return None  # integers may be indices
     counted = torch.arange(1, tensor.numel() + 1, device=tensor.device) % 8
-    simple = counted.to(tensor.dtype).view(tensor.shape)
-    if tensor.detach().abs().max() <= 1:
+    numbers = widened(tensor.detach())
+    simple = counted.to(numbers.dtype).view(tensor.shape)
+    if numbers.abs().max() <= 1:
         simple = simple / 8
-    is_simple = torch.equal(tensor.detach(), simple) or torch.equal(tensor.detach() * 8, simple)
+    is_simple = torch.equal(numbers, simple) or torch.equal(numbers * 8, simple)
+    simple = simple.to(tensor.dtype)
     return None if is_simple else simple.requires_grad_(tensor.requires_grad)

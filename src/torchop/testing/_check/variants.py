@@ -196,7 +196,7 @@ def in_dtype(dtype: torch.dtype, example: Example) -> Example:
         is_integer = not dtype.is_floating_point and not dtype.is_complex
         if is_integer and tensor.layout is torch.strided:  # sparse tensors support fewer functions
             tensor = tensor.real if tensor.dtype.is_complex else tensor
-            return (tensor.nan_to_num(0) * 3).round().clamp(0, 100).to(dtype)
+            return (probes.widened(tensor).nan_to_num(0) * 3).round().clamp(0, 100).to(dtype)
         if tensor.dtype.is_complex and not dtype.is_complex:
             return tensor.real.to(dtype)
         return tensor.to(dtype)
@@ -246,7 +246,7 @@ def promotion(subject: Subject, example: Example) -> Cases:
             continue
         # PyTorch has different type promotion rules for tensors without dimensions, so also try one
         # of these.
-        scalar = tensor.flatten()[:1].sum().to(dtype)
+        scalar = probes.widened(tensor).flatten()[:1].sum().to(dtype)
         changed = example.replace(place, scalar)
         if subject.refusal(changed) is None and subject.has_fake_sizes(changed):
             yield Case(f"{name} in {dtype}, without a dimension", changed)

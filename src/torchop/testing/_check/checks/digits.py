@@ -86,11 +86,12 @@ def agree_up_to_rounding(
         if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:
             continue
         limits = torch.finfo(one.dtype)
+        one, other = one.double(), other.double()
         fits = other.abs() <= limits.max / 2
         if not fits.any():
             continue
-        changes = [(each[index] - other)[fits].abs() for each in nearby]
-        one, other = one.double()[fits], other.double()[fits]
+        changes = [(each[index].double() - other)[fits].abs() for each in nearby]
+        one, other = one[fits], other[fits]
         is_scaled = False
         if rtol is None and atol is None:
             change = torch.stack([torch.zeros_like(other), *changes]).amax(0).nan_to_num(0.0)

@@ -57,7 +57,14 @@ def has_no_memory(call: Call, others: Any) -> None:
 
 
 def _minus_twice(tensor: torch.Tensor) -> torch.Tensor:
-    return -2 * tensor if tensor.is_floating_point() else tensor
+    return _linear(tensor, factor=-2)
+
+
+def _linear(tensor: torch.Tensor, *, factor: int, summand: int = 0) -> torch.Tensor:
+    """Return `factor * tensor + summand`, or the tensor itself if it is not floating-point."""
+    if not tensor.is_floating_point():
+        return tensor
+    return (factor * probes.widened(tensor) + summand).to(tensor.dtype)
 
 
 def is_the_first(call: Call, before: Any, first: Any) -> None:
@@ -205,7 +212,7 @@ def _others(subject: Subject, examples: list[Example], arranged: Example) -> dic
         *(larger for _, larger in each_resized(arranged, *changes)),
         *(case.example for case in other_scalars(subject, arranged)),
         Example(*probes.other_values(tuple(arranged))),
-        arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
+        arranged.map(lambda t: _linear(t, factor=3, summand=1) if probes.is_plain(t) else t),
         arranged.map(_minus_twice),
     ]
     return {"others": [tuple(other) for other in others if subject.is_valid(other)]}

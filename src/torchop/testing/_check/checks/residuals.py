@@ -36,7 +36,9 @@ def residuals_stay(call: Call) -> None:
     form, flat = _training(call)
     residuals = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     before = [tensor.clone() for tensor in residuals]
-    other = call.changed(lambda t: t + 1 if t.is_floating_point() else t.clone())
+    other = call.changed(
+        lambda t: (probes.widened(t) + 1).to(t.dtype) if t.is_floating_point() else t.clone()
+    )
     _, (args, kwargs) = _training(Call(call.op, *other))
     form.helper.overload(*args, **kwargs)
     probes.assert_same(
