@@ -121,16 +121,6 @@ def install(definition: Definition) -> Callable[[], None] | None:
     return finish
 
 
-def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
-    """If an operator is declared as inlined, wrap its FunctionalTensorMode rule to inline calls.
-
-    Calls that must not be inlined use the wrapped rule `opaque`, which records a call to the
-    operator in the graph.
-    """
-    inlined = definition.declaration.inlined
-    return opaque if inlined is None else _hook(definition, inlined, opaque)
-
-
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
     kernels = definition.rule(KernelRule)
     installed = {key for key, device in kernels.installed().items() if device in kernels.functions}
@@ -166,14 +156,15 @@ def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
     return traceable
 
 
-def _hook(
-    definition: Definition, inlined: Inlined, opaque: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a rule for FunctionalTensorMode that traces into the operator's kernel.
+def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a rule for FunctionalTensorMode to inline calls if the operator is declared as inlined.
 
-    Calls that must not be inlined are passed to `opaque`, which records a call to the operator
-    instead.
+    The returned rule traces the operator's kernel. Calls that must not be inlined use the wrapped
+    rule `opaque`, which records a call to the operator in the graph.
     """
+    inlined = definition.declaration.inlined
+    if inlined is None:
+        return opaque
     schema, body = definition.schema, _traceable(definition, inlined)
     check_result = result_check(schema.returns)
 
