@@ -229,7 +229,7 @@ def assert_same(
             atol=absolute,
             equal_nan=True,
             msg=lambda text, place=place, one=one, other=other: (  # type: ignore[misc]
-                f"{place} is {shown(one)} and should be {shown(other)}. {text}"
+                f"{place} is {_shown_difference(one, other)}. {text}"
             ),
         )
 
@@ -269,6 +269,16 @@ def shown(tensor: torch.Tensor) -> str:
     more = ", ..." if tensor.numel() > 6 else ""
     digits = [f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers]
     return f"[{', '.join(digits)}{more}]"
+
+
+def _shown_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Show the first elements of both tensors, or the first that differ, if they come later."""
+    one, other = (dense(tensor).flatten() for tensor in (actual, expected))
+    differs = ~torch.isclose(one, other, equal_nan=True)
+    if bool(differs[:6].any()) or not bool(differs.any()):
+        return f"{shown(one)} and should be {shown(other)}"
+    index = int(differs.nonzero()[0])
+    return f"{shown(one[index:])} from element {index} on, and should be {shown(other[index:])}"
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -173,3 +173,31 @@ def _limited(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 _limits = define("limits_gradient", limits_gradient)
 _limits.register_autograd(_limited, setup_context=_keep_limit)
 right(_limits, lambda: [(one()[0][0], 2.0)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Autocast
+
+_LIBRARY = torch.library.Library("zoo", "FRAGMENT")
+_LIBRARY.define("product_in_half(Tensor x, Tensor y) -> Tensor")
+
+
+def _cast_singles(x: Tensor, y: Tensor) -> Tensor:
+    """Casts arguments in float32 only, so that one argument may stay in another 16-bit dtype."""
+    dtype = torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", enabled=False):
+        cast = [each.to(dtype) if each.dtype is torch.float32 else each for each in (x, y)]
+        return torch.ops.zoo.product_in_half(*cast)
+
+
+def _matrices() -> list[Any]:
+    (x,) = one()[0]
+    return [(x, x.mT.contiguous())]
+
+
+_LIBRARY.impl("product_in_half", torch.matmul, "CPU")
+_LIBRARY.impl("product_in_half", _cast_singles, "AutocastCPU")
+torch.library.register_fake(
+    "zoo::product_in_half", lambda x, y: x.new_empty(x.shape[0], y.shape[1]), lib=_LIBRARY
+)
+wrong("zoo::product_in_half", "subsystems.autocast", _matrices)

@@ -135,6 +135,18 @@ _ADVICE: dict[str, Advice] = {
     "dtypes.*": Advice(
         "Results are less precise than the dtype.", "Accumulate in float32 or double."
     ),
+    "values.int8": Advice(
+        "The result is wrong for the limits of 8-bit integers.",
+        "Convert {x} to a wider dtype before arithmetic.",
+    ),
+    "values.scalars": Advice(
+        "The result is wrong for other numbers than those of the examples.",
+        "Handle this number, or reject it: register_examples(..., valid=...).",
+    ),
+    "values.negative_dim": Advice(
+        "A negative dimension does not count from the end.",
+        "Add the number of dimensions to a negative dimension, or raise an error.",
+    ),
     "values.*: any layout": Advice(
         "The result is wrong for special values.",
         "Handle {x} of these values, or reject them: register_examples(..., valid=...).",
@@ -159,6 +171,11 @@ _ADVICE: dict[str, Advice] = {
     "subsystems.grad_strides": Advice(
         "Backward ignores the strides of an incoming gradient.",
         "Call .contiguous() on the incoming gradient.",
+        "formula",
+    ),
+    "subsystems.gradcheck: random": Advice(
+        "Equal backward calls give different gradients.",
+        "Return the random numbers of the forward call as a residual, and save them.",
         "formula",
     ),
     "subsystems.gradcheck": Advice("A gradient is wrong.", _FORMULA, "formula"),
@@ -219,6 +236,7 @@ _BY_MESSAGE = {
     ("contracts.schema", "UndeclaredMutationError"): "contracts.schema: write",
     ("contracts.repeated", "generator that the caller passes"): "contracts.repeated: generator",
     ("contracts.process", "nondeterministic_seeded"): "contracts.process: random",
+    ("subsystems.gradcheck", "not reentrant"): "subsystems.gradcheck: random",
     ("*", "elements that the kernel does not write"): "memory.uninitialized",
 }
 

@@ -320,7 +320,7 @@ class _Run:
                 message = f"{case.label}: {message}"
         probe, options = _probe(self.check, case, self.subject.call(case))
         is_compared = probe is results.same_as_contiguous and not breaks_contract(error)
-        is_example = case.group == "plain"
+        is_example = case.group == "plain" and isinstance(error, AssertionError)
         if (case.arrange or is_example) and is_compared and self._fails_contiguous(case, options):
             self.group = "size" if case.group == "layout" else case.group
             message += f"\n{NOT_THE_LAYOUT}: the same values fail in contiguous memory too."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchop import MissingFormulaError
-from torchop._compat import flop_counter
+from torchop._compat import dispatch, flop_counter
 from torchop._compat.optests import PassingTensor
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
@@ -350,8 +350,25 @@ def autocast(subject: Subject, details: Details) -> Iterator[Case]:
             options = {"before": tuple(example)}
             label = "torch.autocast, after other values"
             yield Case(label, others, probe=runs_in_autocast, options=options, shrink=False)
+            yield from _with_one_in_half(subject, example)
             for case in _in_double(subject, example):
                 yield Case("torch.autocast in double", case.example, probe=ignores_autocast)
+
+
+def _with_one_in_half(subject: Subject, example: Example) -> Iterator[Case]:
+    """Yield calls with one argument in float16, if the operator has an autocast rule.
+
+    The rule must cast the argument to the dtype of the region, like those in float32. Without
+    autocast the operator may refuse such calls.
+    """
+    key = f"Autocast{dispatch.dispatch_key_name(example.tensors[-1].device.type)}"
+    if not subject.operator.has_kernel(key):
+        return
+    for place, tensor in enumerate(example.tensors):
+        if tensor.dtype is torch.float32:
+            changed = example.replace(place, tensor.half())
+            label = f"torch.autocast, with {subject.names(example)[place]} in float16"
+            yield Case(label, changed, probe=runs_in_autocast, calls=False, shrink=False)
 
 
 def inference_mode(subject: Subject, details: Details) -> Iterator[Case]:
