@@ -67,6 +67,7 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     for finish in finishing:
         finish()
     registries.publish(qualname, make_handle(definition), library)
+    definition.schema.forget_parsed()
     if lib is not None:
         reason = f"The operator {name} was deregistered: the library it was defined in was closed."
         deregister_with(lib, definition, lambda: reason)

@@ -76,9 +76,8 @@ def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
         raise mistake(
             f"the schema {short_repr(text)} does not parse: {short_text(error)}"
         ) from None
-    form = form_of(tags)
-    result = Schema(parsed, f"{name.local}{text}", form)
-    names = [argument.name for argument in result.arguments]
+    arguments = parsed.arguments
+    names = [argument.name for argument in arguments]
     if len(names) > MAX_ARGUMENTS:
         raise mistake(
             f"the schema has {len(names)} arguments, but PyTorch takes at most {MAX_ARGUMENTS}. "
@@ -87,20 +86,21 @@ def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
     repeated = next((each for each in names if names.count(each) > 1), None)
     if repeated is not None:
         raise mistake(f"the schema has two arguments {repeated!r}. Rename one of them.")
+    form = form_of(tags)
     if form is Form.PLAIN:
-        result.form = form_of_schema(parsed)
+        form = form_of_schema(parsed)
     else:
         check_form(form, parsed)
     if parsed.is_mutable:
         check_maybe_out(parsed)
-    tensors = result.keyword_only_tensors
-    if tensors and result.form is not Form.OUT:
+    tensors = [a.name for a in arguments if a.kwarg_only and "Tensor" in str(a.real_type)]
+    if tensors and form is not Form.OUT:
         raise mistake(
             f"custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could have no "
             f"gradient. Move them before the '*'. Got {parsed}.",
             NotImplementedError,
         )
-    return result
+    return Schema(parsed, f"{name.local}{text}", form)
 
 
 def checked_tags(tags: Tags) -> tuple[Tag, ...]:

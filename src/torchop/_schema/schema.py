@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -112,14 +113,17 @@ class Schema:
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
         self._parsed = parsed
+        self._namespace = sys.intern(parsed.name.partition("::")[0])
         self.form = form
-        # A text that PyTorch can parse again, for the schemas of helper operators. `str(parsed)`
-        # does not escape string defaults, so prefer the author's own text.
+        # A text that PyTorch can parse again. `str(parsed)` does not escape string defaults, so
+        # prefer the author's own text.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
-        self.returns_nothing = not results
-        self.is_view = not self.is_mutable and any(r.alias_info is not None for r in results)
+        self.returns = tuple(sys.intern(str(result.real_type)) for result in results)
+        returns_aliases = any(result.alias_info is not None for result in results)
+        self.is_view = returns_aliases and not self.is_mutable
+        self.returns_written = returns_aliases and self.is_mutable
 
     @classmethod
     def parse(cls, text: str) -> Schema:
@@ -145,6 +149,14 @@ class Schema:
             older: the previous `Schema` of the operator.
         """
         return schemas.is_backward_compatible(self._parsed, older._parsed)
+
+    def forget_parsed(self) -> None:
+        """Free the parsed schema to save memory. If it is needed later, it is parsed again."""
+        vars(self).pop("_parsed", None)
+
+    @functools.cached_property
+    def _parsed(self) -> FunctionSchema:
+        return schemas.parse(f"{self._namespace}::{self.written}")
 
     @functools.cached_property
     def text(self) -> str:
@@ -188,10 +200,6 @@ class Schema:
     def parameters(self) -> tuple[list[str], list[str]]:
         """The names of the positional and of the keyword-only arguments."""
         return [a.name for a in self.positional], [a.name for a in self.keyword_only]
-
-    @functools.cached_property
-    def returns(self) -> tuple[str, ...]:
-        return tuple(str(result.real_type) for result in self._parsed.returns)
 
     @functools.cached_property
     def has_defaults(self) -> bool:
@@ -240,8 +248,8 @@ class Schema:
         return tuple(a.name for a in self.keyword_only if a.holds_tensors)
 
     @property
-    def returns_written(self) -> bool:
-        return self.is_mutable and any(r.alias_info is not None for r in self._parsed.returns)
+    def returns_nothing(self) -> bool:
+        return not self.returns
 
     @property
     def is_functional(self) -> bool:
@@ -328,7 +336,7 @@ def _fresh(default: Any) -> Any:
 
 
 def _argument(argument: Any) -> Argument:
-    kind = str(argument.real_type)
+    kind = sys.intern(str(argument.real_type))
     has_default = argument.has_default_value()
     alias = argument.alias_info
     return Argument(
