@@ -162,11 +162,11 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
         if definition is None and is_settled:
             return why_not_called(call), None
         return api.why_missing(), None
-    number, steps, function, refused = entry.explain(*call.args, **call.kwargs)
+    number, steps, function, refused, key = entry.explain(*call.args, **call.kwargs)
     through_autograd, counts_versions, records = steps
     reason = list(Reason)[number]
     if reason is not Reason.NATIVE:
-        return call._replace(refused=refused, passed=steps[:2]).describe(reason), None
+        return call._replace(refused=refused, key=key).describe(reason), None
     kernels = []
     if through_autograd:
         kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))

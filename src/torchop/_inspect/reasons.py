@@ -27,9 +27,8 @@ class Call(NamedTuple):
     """A call, with details from the C++ extension about why the call is not native.
 
     `definition` is None if torchop did not define the operator. If the reason is about an argument,
-    `refused` is the argument's index in the schema. `passed` holds two flags: whether the call
-    would run the operator's autograd kernel, and whether it would run the kernel that bumps version
-    counters.
+    `refused` is the argument's index in the schema. `key` is the dispatch key at which the
+    dispatcher would look up the first kernel that a native call cannot replace.
     """
 
     name: OpName
@@ -38,7 +37,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     refused: int = 0
-    passed: tuple[bool, bool] = (False, False)
+    key: str = ""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -87,32 +86,16 @@ def _why_not_its_kernel(call: Call) -> str:
     """
     if (problem := _problem(call)) is not None:
         return problem
-    keys = dispatch.keys_of_call(call.tensors)
-    table = dispatch.kernel_table(str(call.name))
-    key = next((key for key in keys if key in table and not _passes(call, key)), None)
-    if key is None or _is_own(call, key, "CompositeExplicitAutograd"):
-        return f"it has no kernel for {dispatch.format_key(keys[-1])}"
+    key, definition = call.key, call.definition
+    fallback = definition and definition.registered.kernel("CompositeExplicitAutograd")
+    is_raising = fallback is not None and fallback is _python_kernel(call, key)
+    if is_raising or key not in dispatch.kernel_table(str(call.name)):
+        return f"it has no kernel for {dispatch.format_key(key)}"
     if key == "ADInplaceOrView" and call.schema.is_view:
         return "PyTorch's kernel for views must run"
     if call.definition is None and key not in _native_module().backends:
         return f"the dispatcher would first run the kernel at {key}"
     return f"the dispatcher would run the kernel at {key}, which {_kernel_problem(call, key)}"
-
-
-def _passes(call: Call, key: str) -> bool:
-    """Return whether a native call may skip the kernel at `key` because it does the same work."""
-    through_autograd, counts_versions = call.passed
-    if key.startswith("Autograd"):
-        registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))
-        return through_autograd or not registered  # if not registered, PyTorch's fallback runs
-    if key == "ADInplaceOrView":
-        return counts_versions
-    return key == "BackendSelect" and _is_own(call, key, key)
-
-
-def _is_own(call: Call, key: str, registered: str) -> bool:
-    own = None if call.definition is None else call.definition.registered.kernel(registered)
-    return own is not None and own is _python_kernel(call, key)
 
 
 def _kernel_problem(call: Call, key: str) -> str:

@@ -89,10 +89,10 @@ class Entry:
     def counters(self) -> tuple[int, ...]: ...
     # Returns how a call would run, without running it: (reason, (through the Autograd kernel,
     # through the ADInplaceOrView kernel, records a gradient), kernel, index of the argument for the
-    # reason).
+    # reason, dispatch key at which the dispatcher would look up the kernel).
     def explain(
         self, *args: Any, **kwargs: Any
-    ) -> tuple[int, tuple[bool, bool, bool], Callable[..., Any] | None, int]: ...
+    ) -> tuple[int, tuple[bool, bool, bool], Callable[..., Any] | None, int, str]: ...
 
 # If enabled, `log_fallback` of an operator's NativeCalls is called before a call falls back to the
 # dispatcher, once per operator and reason.

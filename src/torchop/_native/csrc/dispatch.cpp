@@ -238,6 +238,7 @@ Route find_route(
     keys = keys & member_of(NonFallthrough{}, extractor);
   try {
     while (true) {
+      route.keys = keys;
       const c10::KernelFunction& kernel = entry.lookup(keys);
       if (C10_UNLIKELY(kernel.isFallthrough())) {
         const DispatchKey key = keys.highestPriorityTypeId();

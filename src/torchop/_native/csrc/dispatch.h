@@ -129,6 +129,7 @@ struct Route {
   bool through_fallback = false;        // the call would run PyTorch's autograd fallback instead
   bool through_version_counter = false; // the call would run OwnKernels::version_counter
   PyObject* kernel = nullptr;           // the Python kernel that computes the result; borrowed
+  DispatchKeySet keys;                  // the keys at which the dispatcher would look up the kernel
 };
 
 // Returns whether the next check for `__torch_function__` will be skipped, because

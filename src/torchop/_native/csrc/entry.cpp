@@ -340,13 +340,14 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
   if (decision.records_gradient && needs_dispatcher(gradient, values))
     decision.reason = Reason::Capture;
   return Py_BuildValue(
-      "(i(OOO)On)",
+      "(i(OOO)Ons)",
       int(decision.reason),
       decision.route.through_autograd ? Py_True : Py_False,
       decision.route.through_version_counter ? Py_True : Py_False,
       decision.records_gradient || decision.runs_in_fallback ? Py_True : Py_False,
       decision.kernel ? decision.kernel->function : Py_None,
-      Py_ssize_t(values.rejected_parameter()));
+      Py_ssize_t(values.rejected_parameter()),
+      c10::toString(decision.route.keys.highestPriorityTypeId()));
   END_HANDLE_TH_ERRORS
 }
 
