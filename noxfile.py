@@ -261,6 +261,7 @@ def realworld(session: nox.Session, part: str) -> None:
         "quick": [["operators.py", "--quick"], ["own_tests.py", "--quick", str(QUANTO_TESTS)]],
     }
     if part == "checks":
+        _realworld(session, "anemoi")
         _realworld(session, "fbgemm")
         _realworld(session, "spikingjelly")
         _realworld(session, "vllm")

@@ -148,3 +148,14 @@ def test_failure_is_reported_if_searching_for_a_smaller_example_is_not_implement
     op.register_fake(lambda x: x.new_empty(7))
     report = check(op, (torch.ones(3),), only="subsystems.fake", raise_exception=False)
     assert [failure.check for failure in report.failures] == ["subsystems.fake"]
+
+
+def test_fake_kernel_that_returns_its_argument_is_compared_with_the_schema(namespace: str) -> None:
+    """The kernel returns its argument too, so the message must not compare the two kernels."""
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("same(Tensor x) -> Tensor")
+        library.impl("same", lambda x: x, "CompositeExplicitAutograd")
+        name = f"{namespace}::same"
+        report = check(name, (torch.ones(3),), only="subsystems.fake", raise_exception=False)
+    (failure,) = report.failures
+    assert "'x', but the schema declares a new tensor" in failure.message

@@ -82,8 +82,8 @@ def _share_nothing(
         owner = owners.setdefault(tracing.functional_storage(tensor), name)
         if owner != name and name.startswith("result"):
             raise AssertionError(
-                f"{name} of {whose} shares memory with {owner}, but the kernel returns new "
-                "memory. Make each result of the fake kernel with torch.empty or empty_like."
+                f"{name} of {whose} shares memory with {owner}, but the schema declares a "
+                "new tensor. Make each result of the fake kernel with torch.empty or empty_like."
             )
 
 
