@@ -220,5 +220,9 @@ def unchanged_process() -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     leave_guards_untimed()
+    # Dynamo compiles a function at most eight times, and then runs it without compiling it. Forget
+    # the graphs of earlier tests, because parametrized tests compile the same function.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

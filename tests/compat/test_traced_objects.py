@@ -42,11 +42,6 @@ class Scaled:
     scale: Optional[Scale]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def make(namespace: str) -> Any:
     @torchop.custom_op(f"{namespace}::make", mutates_args=())

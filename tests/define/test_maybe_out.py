@@ -80,7 +80,6 @@ def test_maybe_out_has_the_signature_of_the_functional_operator(namespace: str) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_and_exported(namespace: str, backend: str) -> None:
-    torch._dynamo.reset()
     one, two = sine(namespace), bounds(namespace)
     sin = torchop.maybe_out(one.functional, one.out)
     both = torchop.maybe_out(two.functional, two.out)

@@ -26,7 +26,6 @@ from tests.integration.compile.graphs import fresh_compiler
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_forms_equal_eager(namespace: str, backend: str, dynamic: bool) -> None:
-    torch._dynamo.reset()
     family, two = sine(namespace), bounds(namespace)
 
     def function(x: Tensor, out: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -344,7 +343,6 @@ def test_fake_tensors_are_checked_too(family: torchop.OperatorFamily) -> None:
 def test_wrong_buffer_is_refused_when_compiled(
     family: torchop.OperatorFamily, backend: str
 ) -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x, out: family(x, out=out), backend=backend, fullgraph=True)
     out = torch.zeros(4)
     with pytest.raises(Exception, match=r"Expected out tensor 'out' to have shape \[3\]"):

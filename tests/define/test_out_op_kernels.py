@@ -101,8 +101,6 @@ def test_allocation_rule_that_returns_an_input_is_rejected(namespace: str) -> No
 def test_gradients_flow_through_the_functional_and_the_inplace_form(
     family: torchop.OperatorFamily, backend: str | None, inplace: bool
 ) -> None:
-    torch._dynamo.reset()
-
     def function(x: Tensor) -> Tensor:
         y = x * 2
         result = family.inplace(y) if inplace and family.inplace is not None else family(y)

@@ -66,33 +66,48 @@ def strides_of(namespace, layout, form="custom_op"):
     return op, seen
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("declared", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("form", ["custom_op", "torch.ops", "class", "library"])
-def test_kernels_fakes_and_formulas_see_the_declared_layout(namespace, form, declared, backend):
-    layout = getattr(torchop, declared)
-    op, seen = strides_of(namespace, layout, form)
+DECLARED = ["contiguous", "channels_last"]
+FORMS = ["custom_op", "torch.ops", "class", "library"]
+GIVEN = [name for name in LAYOUTS if name != "expanded"]
+
+
+def compare_in_every_mode(called, declared, given):
+    """Call an operator of `strides_of` with and without gradients, and compare its results."""
     right = LAYOUTS[declared](images())
     expected = right.as_strided((48,), (1,)) + 1
-    called = op if backend is None else torch.compile(lambda x, y: op(x, y), backend=backend)
-    for name, arrange in LAYOUTS.items():
-        if name == "expanded":
-            continue
-        torch.compiler.reset()
-        x, y = arrange(images()), torch.ones(1, device=DEVICE)
-        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
-            with mode():
-                torch.testing.assert_close(called(x, y), expected, rtol=0, atol=0)
-        x = x.detach().requires_grad_()
-        weight = torch.arange(48.0, device=DEVICE)
-        (called(x, y) * weight).sum().backward()
-        grad = torch.empty_like(right).copy_(x.grad).as_strided((48,), (1,))
-        torch.testing.assert_close(grad, weight, rtol=0, atol=0)
-    assert set(seen) == {right.stride()}
+    x, y = LAYOUTS[given](images()), torch.ones(1, device=DEVICE)
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(called(x, y), expected, rtol=0, atol=0)
+    x = x.detach().requires_grad_()
+    weight = torch.arange(48.0, device=DEVICE)
+    (called(x, y) * weight).sum().backward()
+    grad = torch.empty_like(right).copy_(x.grad).as_strided((48,), (1,))
+    torch.testing.assert_close(grad, weight, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("declared", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("declared", DECLARED)
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_and_formulas_see_the_declared_layout(namespace, form, declared):
+    op, seen = strides_of(namespace, getattr(torchop, declared), form)
+    for given in GIVEN:
+        compare_in_every_mode(op, declared, given)
+    assert set(seen) == {LAYOUTS[declared](images()).stride()}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("declared", DECLARED)
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_calls_see_the_declared_layout(namespace, form, declared, given, backend):
+    op, seen = strides_of(namespace, getattr(torchop, declared), form)
+    compiled = torch.compile(lambda x, y: op(x, y), backend=backend, fullgraph=True)
+    compare_in_every_mode(compiled, declared, given)
+    assert set(seen) == {LAYOUTS[declared](images()).stride()}
+
+
+@pytest.mark.parametrize("declared", DECLARED)
 def test_expanded_meta_and_fake_tensors(namespace, declared):
     layout = getattr(torchop, declared)
     op, seen = strides_of(namespace, layout)

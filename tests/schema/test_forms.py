@@ -412,7 +412,6 @@ def test_form_tags_are_ignored_if_pytorch_has_none(namespace: str) -> None:
 @pytest.mark.usefixtures("without_tags")
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager", "inductor"])
 def test_families_work_without_tags(namespace: str, backend: str | None) -> None:
-    torch._dynamo.reset()
     family = sine(namespace)
     inplace = family.functional.derive_inplace(f"{namespace}::derived_")
     out = family.functional.derive_out(f"{namespace}::derived.out")

@@ -71,11 +71,6 @@ class Options:
     named: Optional[dict[str, Any]] = dataclasses.field(default=None, hash=False)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 def counting(namespace: str, **options: Any) -> Any:
     @torchop.custom_op(f"{namespace}::count", mutates_args=(), **options)
     def count(x: Tensor, counter: Counter) -> Tensor:

@@ -20,11 +20,6 @@ from torchop import UndeclaredMutationError
 GRADIENT = r"::op: the incoming gradient of output 0 was mutated: backward .* grad\.clone\(\)"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-
-
 def halving(ctx, grad):
     return grad.mul_(0.5)
 

@@ -116,7 +116,6 @@ def test_device_without_kernel_is_reported_by_the_functional_operator(namespace:
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_inplace_form_differentiates_through_the_formula(scale: Any, backend: str | None) -> None:
-    torch._dynamo.reset()
     inplace = scale.derive_inplace()
 
     def function(x: Tensor) -> Tensor:
@@ -144,7 +143,6 @@ def test_inplace_form_of_a_view_reaches_the_base(scale: Any) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_equals_eager(scale: Any, two: Any, backend: str, dynamic: bool) -> None:
-    torch._dynamo.reset()
     inplace, out, outs = scale.derive_inplace(), scale.derive_out(), two.derive_out()
 
     def function(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -17,11 +17,6 @@ from tests.rules.support import save_inputs
 X, W = (torch.arange(12.0, dtype=torch.double).reshape(3, 4).sin() + n for n in (2, 3))
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-
-
 def product(x: Tensor, w: Tensor) -> Tensor:
     return x * w
 

@@ -21,11 +21,6 @@ from torchop import TracingError
 X, W = torch.arange(6.0).reshape(2, 3).sin(), torch.arange(3.0).cos()
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-
-
 def product(x: Tensor, w: Tensor) -> Tensor:
     return x * w
 

@@ -150,7 +150,6 @@ def test_torch_library_has_a_tangent_of_zero_instead(namespace):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_forward_mode_inside_a_compiled_program(namespace, backend):
     op = differentiable(namespace)
-    torch._dynamo.reset()
 
     def program(f):
         return lambda x, y: (jvp(f, (x, y), (y, x))[1], jacfwd(f)(x, y))
@@ -165,7 +164,6 @@ def test_dual_tensors_are_not_part_of_the_compiled_graph(namespace):
     def program(f):
         return lambda x: dual(lambda x: f(x, Y)[0], x)[1]
 
-    torch._dynamo.reset()
     whole = torch.compile(program(op), fullgraph=True, backend="eager")
     with pytest.raises(
         Exception, match=r"torch.func.jvp\s+inside the function, or use dual tensors outside"

@@ -225,7 +225,6 @@ def test_shapes_stay_symbolic(namespace):
         return x[:, None] * y
 
     outer.register_fake(shape=lambda x, y: (x.shape[0], y.shape[0]))
-    torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(outer, fullgraph=True, backend=frames, dynamic=True)
     for n in (3, 4, 5):

@@ -15,11 +15,6 @@ from tests._support.devices import TYPE
 from torchop import MissingFormulaError, RuleSignatureError
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-
-
 def forward(x: Tensor, w: Tensor | None = None, scale: float = 1.0) -> Tensor:
     y = x * scale if w is None else x * w * scale
     return torchop.residuals(y.logsumexp(-1), y.softmax(-1))

@@ -57,7 +57,6 @@ def test_residuals_hold_values_of_many_types(namespace: str, backend: str, is_ke
         op.register_autograd(backward_kernel=backward_kernel)
     else:
         op.register_autograd(backward, setup_context=setup_context)
-    torch._dynamo.reset()
     run = op if backend == "none" else torch.compile(op, fullgraph=True, backend=backend)
     for factor in (2, 3, 2):
         x = torch.ones(3, requires_grad=True)

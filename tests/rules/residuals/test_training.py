@@ -24,11 +24,6 @@ from tests.rules.support import leaf_of
 from torchop import AliasError, ForwardModeError, MissingFormulaError, ResultError
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-
-
 def save(ctx, inputs, output, residuals):
     ctx.save_for_backward(residuals.softmax)
     ctx.scale = inputs[1]

@@ -15,11 +15,6 @@ import torchop
 from tests._support.devices import TYPE
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-
-
 @dataclasses.dataclass(frozen=True)
 class Tapes:
     softmax: Tensor

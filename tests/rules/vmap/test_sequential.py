@@ -227,7 +227,6 @@ def test_sequential_rule_compiles_with_dynamic_sizes(namespace, case, dynamic):
         lambda ctx, g: (g * ctx.saved_tensors[0].sum(), g, None),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
     )
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda x: DYNAMIC[case](ops, x), fullgraph=True, backend=counter, dynamic=dynamic
@@ -342,7 +341,6 @@ def test_memory_shared_by_elements_is_not_written(namespace):
 
 def test_mutation_compiles(namespace):
     add_ = define_inplace(namespace)
-    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def run(x, y):
@@ -439,7 +437,6 @@ def test_generator_argument_is_used(namespace):
 
 def test_numbers_that_a_compiler_cannot_replay_are_refused(namespace):
     noise = define_random(namespace)
-    torch._dynamo.reset()
     different = torch.compile(torch.vmap(noise, randomness="different"), backend="aot_eager")
     assert different(torch.zeros(50)).unique().numel() > 40
     same = torch.compile(torch.vmap(noise, randomness="same"), fullgraph=True, backend="aot_eager")

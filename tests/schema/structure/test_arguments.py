@@ -153,7 +153,6 @@ def test_a_call_compiles_with_every_type(namespace: str, kind: str) -> None:
     op = torchop.custom_op(f"{namespace}::op", recorder(annotation, seen), mutates_args=())
     op.register_fake(lambda x, a: torch.empty_like(x))
     value = values[-1]
-    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="eager")
     def call(x: Tensor, value: Any) -> Tensor:

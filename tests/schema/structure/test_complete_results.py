@@ -104,7 +104,6 @@ def test_a_kernel_that_disagrees_with_its_fake_kernel_is_an_error(
     op = torchop.custom_op(f"{namespace}::op", returning(**{field: change}), mutates_args=())
     op.register_fake(full)
     op(torch.ones(3))
-    torch._dynamo.reset()
     run = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     with pytest.raises(ResultError, match=message):
         run(torch.ones(3))
@@ -148,7 +147,6 @@ def test_an_int_may_depend_on_a_size(namespace: str) -> None:
         return Sized(x + 1, 2 * x.shape[0])
 
     op = define(namespace, function)
-    torch._dynamo.reset()
     run = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=True)
     assert [run(torch.ones(rows)).rows for rows in (3, 4, 7)] == [6, 8, 14]
 
@@ -159,7 +157,6 @@ def test_other_parts_may_not_depend_on_a_size(namespace: str) -> None:
 
     op = define(namespace, function)
     assert op(torch.ones(3)).shape == [3]
-    torch._dynamo.reset()
     run = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=True)
     with pytest.raises(
         Exception, match=r"the result\.shape is a symbolic number.* of type int outside of lists"

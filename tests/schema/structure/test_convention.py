@@ -69,7 +69,6 @@ def test_gradients_reach_the_tensors_of_a_structure(
 ) -> None:
     op = define(namespace)
     op.register_autograd(backward, setup_context=setup_context)
-    torch._dynamo.reset()
 
     def loss(call: Any, *tensors: Tensor) -> Tensor:
         x, weight, *bias = tensors
@@ -197,7 +196,6 @@ def test_compiled_formulas_take_structures(namespace: str, is_derived: bool) -> 
         op.derive_autograd()
     else:
         op.register_autograd(as_object, setup_context=setup_context)
-    torch._dynamo.reset()
     for call in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
         weight = torch.full((2,), 3.0, requires_grad=True)
         call(torch.ones(2), Layer(weight, 2.0)).sum().backward()
@@ -244,7 +242,6 @@ def test_an_inlined_operator_takes_and_returns_structures(namespace: str) -> Non
         return linear(x, layer), None
 
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), compile="inline")
-    torch._dynamo.reset()
     call = torch.compile(lambda x, w: op(x, Layer(w, 2.0)), fullgraph=True, backend="aot_eager")
     result, other = call(torch.ones(2), torch.ones(2))
     assert result.tolist() == [2, 2]

@@ -15,11 +15,6 @@ import torchop
 from torchop import RuleSignatureError
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    torch._dynamo.reset()
-
-
 @dataclasses.dataclass
 class Inputs:
     x: Tensor

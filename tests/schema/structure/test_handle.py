@@ -30,7 +30,6 @@ def test_a_tensor_in_a_structure_can_be_mutated(namespace: str) -> None:
     assert "Tensor(a1!) cfg_weight, Tensor? cfg_bias=None" in op._schema
     weight = torch.zeros(2)
     op(torch.ones(2), WithTensor(weight))
-    torch._dynamo.reset()
     torch.compile(op, fullgraph=True, backend="aot_eager")(torch.ones(2), WithTensor(weight))
     assert weight.tolist() == [2, 2]
     with pytest.raises(
@@ -133,7 +132,6 @@ def test_in_place_and_out_operators_take_structures(namespace: str) -> None:
     assert first is low
     assert second is out
     assert (low.item(), out.item()) == (3, 4)
-    torch._dynamo.reset()
     compiled = torch.compile(op_, fullgraph=True, backend="aot_eager")
     compiled(x, Frozen(2.0))
     assert x.item() == 6

@@ -97,7 +97,6 @@ def test_results_and_gradients(namespace: str, backend: str, are_full: list[bool
         weighted = [(index + 1) * tensor.sum() for index, tensor in enumerate(tensors(found))]
         return found, torch.stack(weighted).sum()
 
-    torch._dynamo.reset()
     call = program if backend == "none" else torch.compile(program, fullgraph=True, backend=backend)
     x = torch.ones(2, requires_grad=True)
     found, loss = call(x)
@@ -214,7 +213,6 @@ def test_a_kernel_that_disagrees_with_its_fake_kernel_is_an_error(
 ) -> None:
     op = define(namespace, with_change(change))
     op(torch.ones(3), [False, True])
-    torch._dynamo.reset()
     run = torch.compile(op, fullgraph=True, backend="aot_eager")
     with pytest.raises(ResultError, match=message):
         run(torch.ones(3), [False, True])
@@ -270,7 +268,6 @@ def test_ints_in_lists_must_be_constants(namespace: str) -> None:
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
     op.register_fake(function)
     assert op(torch.ones(3))[0].count == 3
-    torch._dynamo.reset()
     run = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=True)
     with pytest.raises(Exception, match=r"symbolic number.* of type int outside of lists and dict"):
         run(torch.ones(3))

@@ -208,7 +208,6 @@ def test_compilers_and_messages_follow_any_name(namespace: str, name: str) -> No
     function.__annotations__["cfg"] = cls
     op: Any = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
     op.register_fake(lambda x, cfg: torch.empty_like(x))
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x: op(x, value), fullgraph=True, backend="aot_eager")
     assert compiled(torch.ones(1)).item() == 3
     with pytest.raises(torchop.ArgumentError) as error:

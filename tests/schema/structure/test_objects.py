@@ -59,7 +59,6 @@ def test_fake_kernels_return_objects_that_are_arguments(namespace: str) -> None:
 
     op = torchop.custom_op(f"{namespace}::op", scale, mutates_args=())
     op.register_fake(lambda x, cfg, keep: Scaled(torch.empty_like(x), cfg if keep else None))
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x, cfg: op(x, cfg, True), fullgraph=True, backend="aot_eager")
     cfg = Reference(2)
     assert compiled(torch.ones(1), cfg).cfg is op(torch.ones(1), cfg, True).cfg is cfg
@@ -142,7 +141,6 @@ def test_arguments_may_hold_objects(namespace: str, place: str) -> None:
     function, values, factor = PLACES[place]
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
     op.register_fake(lambda x, values: torch.empty_like(x))
-    torch._dynamo.reset()
     for call in (op, torch.compile(op, fullgraph=True, backend="inductor")):
         assert call(ONE, values).item() == factor
 
@@ -185,7 +183,6 @@ def test_results_may_hold_objects(namespace: str, backend: str) -> None:
         config = Config(torch.empty_like(x), Scale(0), Power(2))
         return Output(y, config, (Scale(0), Scale(0)), [None, Scale(0)], [Power(3)])
 
-    torch._dynamo.reset()
     compiled = torch.compile(op, fullgraph=True, backend=backend)
     result = compiled(ONE, None, True)
     assert result.config.scale.number == 7
@@ -217,7 +214,6 @@ def test_gradients_reach_tensors_beside_objects(namespace: str) -> None:
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
     op.register_fake(lambda x, scale: Scaled(torch.empty_like(x), scale))
     op.register_autograd(lambda ctx, grad: (grad.y * 5, None))
-    torch._dynamo.reset()
     for call in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
         x = ONE.clone().requires_grad_()
         call(x, Scale(2)).y.sum().backward()

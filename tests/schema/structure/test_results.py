@@ -95,7 +95,6 @@ def test_call_returns_the_functions_result(namespace: str, form: str, given: boo
         assert_same(op(x, given), function(x, given))
     with torchop.native.disabled():
         assert_same(op(x, given=given), function(x, given))
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x: op(x, given), fullgraph=True, backend="aot_eager")
     assert_same(compiled(x), function(x, given))
     with FakeTensorMode() as mode:

@@ -114,7 +114,6 @@ def test_a_formula_that_cannot_be_traced_is_shown_with_structures(namespace: str
         result: Found = op(x, options())
         return result.y.sum()
 
-    torch._dynamo.reset()
     call = torch.compile(program, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="cannot run in a compiler's trace") as caught:
         call(torch.ones(2, requires_grad=True))

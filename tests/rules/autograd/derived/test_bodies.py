@@ -65,7 +65,6 @@ def test_first_and_second_derivatives_match_finite_differences(namespace, name):
 )
 def test_compiled_gradients_match_finite_differences(namespace, name):
     body, op, tensors, arrange = prepared(namespace, name)
-    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def function(*inputs):

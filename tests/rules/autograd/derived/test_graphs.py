@@ -103,7 +103,6 @@ def test_names_of_arguments_and_overloads_do_not_matter(namespace):
     op.register_fake(lambda a, b, c, s="", *, n=2: torch.empty_like(a))
     op.derive_autograd()
     a, b = leaf_of(2.0), leaf_of(3.0)
-    torch._dynamo.reset()
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
     for function in (op, compiled):
         gradients = torch.autograd.grad(function(a, b, 5, n=7).sum(), (a, b))
