@@ -1,4 +1,4 @@
-"""Operators that are wrong for the last elements of a row, for a second block, or for one dtype.
+"""Operators that are wrong for last elements, a second block, one dtype, or reused memory.
 
 None of them has a reference, except where noted.
 """
@@ -201,3 +201,62 @@ torch.library.register_fake(
     "zoo::product_in_half", lambda x, y: x.new_empty(x.shape[0], y.shape[1]), lib=_LIBRARY
 )
 wrong("zoo::product_in_half", "subsystems.autocast", _matrices)
+
+
+# --------------------------------------------------------------------------------------------------
+# Values, memory and modes
+
+
+def places_of_maxima(x: Tensor) -> Tensor:
+    """Ignores NaN after the first column, because NaN is not larger than any number."""
+    best = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
+    for place in range(1, x.shape[-1]):
+        highest = x.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+        best = torch.where(x[..., place] > highest, place, best)
+    return best
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
+
+
+_SUMS: dict[Any, Tensor] = {}
+
+
+def sums_by_address(x: Tensor) -> Tensor:
+    """Keeps the last result, and finds it by the address and the version of the argument."""
+    key = (x.data_ptr(), x.shape, x.stride(), x.dtype, 0 if x.is_inference() else x._version)
+    if key not in _SUMS:
+        _SUMS.clear()
+        _SUMS[key] = x.sum(-1)
+    return _SUMS[key].clone()
+
+
+def twice_in_double(x: Tensor) -> Tensor:
+    """Sets the default dtype to float32 at the end, whatever it was before."""
+    torch.set_default_dtype(torch.float64)
+    factor = torch.tensor(2.0)
+    torch.set_default_dtype(torch.float32)
+    return x * factor.to(x.dtype)
+
+
+def over_largest(x: Tensor) -> Tensor:
+    return x / x.abs().amax().clamp(min=1e-6)
+
+
+wrong(
+    define("places_of_maxima", places_of_maxima, fake=_places),
+    "values.nan",
+    one,
+    lambda x: x.argmax(-1),
+)
+wrong(
+    define("sums_by_address", sums_by_address, fake=lambda x: x.new_empty(x.shape[:-1])),
+    "contracts.state",
+    one,
+)
+wrong(define("twice_in_double", twice_in_double), "contracts.process", one)
+_over_largest = define("over_largest", over_largest)
+# The rule divides by the largest number of the whole batch.
+_over_largest.register_vmap(lambda info, dims, x: (over_largest(x), dims[0]))
+wrong(_over_largest, "subsystems.vmap", one)

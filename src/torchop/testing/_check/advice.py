@@ -205,6 +205,16 @@ _ADVICE: dict[str, Advice] = {
         "Two threads that call the operator at once get wrong results.",
         "Protect shared buffers with a lock, or allocate them for each call.",
     ),
+    "subsystems.compiled*": Advice(
+        "A compiled program differs from eager mode.",
+        "Describe all results in the fake kernel, and declare all writes and effects.",
+        "fake",
+    ),
+    "subsystems.export_dynamic": Advice(
+        "An exported program has fixed sizes, or differs from eager mode.",
+        "Do not convert sizes to int in the fake kernel, and do not branch on them.",
+        "fake",
+    ),
     "subsystems.residuals": Advice(
         "The residuals of a call and its backward do not fit together.",
         "Describe each residual in the fake kernel as the kernel makes it, and pass all that "

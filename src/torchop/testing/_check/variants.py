@@ -305,9 +305,14 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
 }
 
 
-def with_numbers(numbers: Sequence[float], step: int, tensor: Tensor) -> Tensor:
+def with_numbers(numbers: Sequence[float], steps: Sequence[int], tensor: Tensor) -> Tensor:
+    """Replace some elements of a tensor with `numbers`.
+
+    The distances between these elements are `steps`, in turn.
+    """
     flat = tensor.flatten().clone()
-    places = range(0, flat.numel(), step)
+    every = itertools.accumulate(itertools.cycle(steps), initial=0)
+    places = itertools.takewhile(lambda place: place < flat.numel(), every)
     for index, place in enumerate(places):
         flat[place] = numbers[index % len(numbers)]
     return flat.view(tensor.shape)
@@ -322,8 +327,9 @@ def numbers(name: str, subject: Subject, example: Example) -> Cases:
                 continue
             layout = _other_layout(subject, example, tensor)
             for each in choice(torch.finfo(tensor.dtype)):
-                for step, amount in ((2, "with"), (1, "full of")):
-                    changed = example.replace(place, with_numbers(each, step, tensor))
+                # Unequal steps reach each column of a matrix.
+                for steps, amount in (((2, 3, 2), "with"), ((1,), "full of")):
+                    changed = example.replace(place, with_numbers(each, steps, tensor))
                     label = f"{subject.names(example)[place]} {amount} {words}"
                     yield Case(label, changed, layout)
 
@@ -352,7 +358,7 @@ def int8(subject: Subject, example: Example) -> Cases:
         is_safe = subject.operator.function is not None or not may_be_places(tensor, example)
         if is_byte and is_safe:
             limits = torch.iinfo(tensor.dtype)
-            changed = with_numbers([limits.min, limits.max, 0], 1, tensor)
+            changed = with_numbers([limits.min, limits.max, 0], (1,), tensor)
             label = f"{subject.names(example)[place]} full of limits"
             yield Case(label, example.replace(place, changed))
 

@@ -14,7 +14,7 @@ from torchop._compat import dispatch, flop_counter
 from torchop._compat.optests import PassingTensor
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
-from torchop.testing._check.calls import Call, CannotCheck, Example, reason
+from torchop.testing._check.calls import Call, CannotCheck, Example, is_valid, reason
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.gradients import (
     needs_formula,
@@ -43,7 +43,7 @@ def maps_like_a_loop(
     def element(tensor: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
         return tensor if dim is None else tensor.select(dim, n)
 
-    each = zip(*(call.other_values(n).tensors for n in range(batch)), strict=True)
+    each = zip(*(_element(call, n, batch).tensors for n in range(batch)), strict=True)
     mapped = [
         original if dim is None else torch.stack(elements, dim)
         for original, elements, dim in zip(originals, each, in_dims, strict=True)
@@ -56,6 +56,22 @@ def maps_like_a_loop(
     what = f"vmap with in_dims={tuple(in_dims)}, out_dims={out_dim}"
     probes.assert_same(actual, expected, what)
     probes.assert_same(mapped, before, f"an argument after {what}")
+
+
+def _element(call: Call, n: int, batch: int) -> Example:
+    """Return the arguments for element `n` of a batch, with other values than the other elements.
+
+    The largest numbers differ too, so that a vmap rule cannot reduce over the whole batch.
+    """
+    other = call.other_values(n)
+
+    def scaled(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return (probes.widened(tensor) * (1 - n / (2 * batch))).to(tensor.dtype)
+
+    example = other.map(scaled)
+    return example if is_valid(call.op, example) else other
 
 
 def maps_twice_like_a_loop(call: Call) -> None:

@@ -36,6 +36,7 @@ def has_no_memory(call: Call, others: Any) -> None:
             with contextlib.suppress(Exception):  # even failed calls must not change later results
                 call.again(other)
         probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
+    _ignores_freed_arguments(call, first)
     # A faulty kernel may use the addresses of its arguments as cache keys. To detect this, change
     # the tensors in place and compare with calls on copies, which have other addresses.
     try:
@@ -56,15 +57,55 @@ def has_no_memory(call: Call, others: Any) -> None:
         probes.assert_same(here, each, "other values at the same address", rtol=0, atol=0)
 
 
+def _ignores_freed_arguments(call: Call, first: list[Any]) -> None:
+    """Check that a call gets right results if its arguments reuse the memory of earlier arguments.
+
+    A faulty kernel may use the addresses of its arguments as cache keys. The version counters of
+    new tensors in the same memory are equal, too.
+    """
+    other, memory = call.other_values(), call.example.copy()
+    try:
+        expected = call.again(other)
+    except Exception:
+        return  # the operator refuses the other values
+
+    def placed(values: Example) -> Example:
+        pairs = zip(memory.tensors, values.tensors, strict=True)
+        return values.with_tensors([_placed(*pair) for pair in pairs])
+
+    for example, right in ((call.example, first), (other, expected), (call.example, first)):
+        what = "other values in the memory of earlier arguments"
+        probes.assert_same(probes.outcome(call.op, *placed(example)), right, what, rtol=0, atol=0)
+
+
+def _placed(memory: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Write values into the memory of a tensor, and return a new tensor in this memory."""
+    if not probes.is_plain(memory) or memory.is_neg() or memory.is_conj():
+        return values.clone()
+    writer, made = (
+        torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
+            memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride()
+        )
+        for _ in range(2)
+    )
+    writer.copy_(values)
+    return made
+
+
 def _minus_twice(tensor: torch.Tensor) -> torch.Tensor:
     return _linear(tensor, factor=-2)
 
 
 def _linear(tensor: torch.Tensor, *, factor: int, summand: int = 0) -> torch.Tensor:
-    """Return `factor * tensor + summand`, or the tensor itself if it is not floating-point."""
+    """Return `factor * tensor + summand`, or the tensor itself if it is not floating-point.
+
+    Ignore `summand` if the tensor is not an ordinary strided tensor.
+    """
     if not tensor.is_floating_point():
         return tensor
-    return (factor * probes.widened(tensor) + summand).to(tensor.dtype)
+    product = factor * probes.widened(tensor)
+    # PyTorch does not add numbers to sparse tensors.
+    return (product + summand if probes.is_plain(tensor) else product).to(tensor.dtype)
 
 
 def is_the_first(call: Call, before: Any, first: Any) -> None:

@@ -192,24 +192,32 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def leaves_process_alone(
-    call: Call, draws: bool = False, raises: bool = False, gradients: bool = False
+    call: Call,
+    draws: bool = False,
+    raises: bool = False,
+    gradients: bool = False,
+    unusual: bool = False,
 ) -> None:
     """Check that the call changes no process state, such as default dtypes, modes and seeds.
 
     If `draws` is true, the call may advance PyTorch's random number generators. If `raises` is
-    true, the operator rejects the arguments. If `gradients` is true, the backward pass runs too.
+    true, the operator rejects the arguments. If `gradients` is true, the backward pass runs too. If
+    `unusual` is true, the call starts from other modes than usual. A kernel may set a mode and then
+    reset it to its usual value instead of the previous one. The call may raise.
     """
     # Start from an unusual seed and number of threads. If the kernel sets either one, it almost
     # certainly chooses another value, so the change shows up.
     seed_all(20010)
     torch.set_num_threads(7)
     process, forked = os.getpid(), forks()
-    with torch.enable_grad(), warnings.catch_warnings():
+    if unusual:
+        torch.set_default_dtype(torch.double)
+    with torch.set_grad_enabled(not unusual), warnings.catch_warnings():
         # The filter suppresses warnings during the call. It also reveals a kernel that replaces the
         # list of warning filters, because the filter is then missing after the call.
         warnings.filterwarnings("ignore", ".*")
         example, before = call.example.copy(), process_state()
-        with contextlib.suppress(Exception) if raises else contextlib.nullcontext():
+        with contextlib.suppress(Exception) if raises or unusual else contextlib.nullcontext():
             results = probes.tensors_of(probes.leaves(call.op(*example.args, **example.kwargs)))
             if gradients:
                 inputs = [tensor for tensor in example.tensors if tensor.requires_grad]
@@ -290,6 +298,8 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
         yield check("the example", subject.examples[0], calls=False, shrink=False)
     for example in subject.examples[:3]:
         yield check("the example", example)
+        modes = {**options, "unusual": True}
+        yield check("the example, with default dtype float64", example, options=modes)
     trainable = trainable_example(subject)
     if trainable is not None:
         of_backward = {**options, "gradients": True}
