@@ -364,3 +364,15 @@ def test_error_names_the_line_that_defined_the_operator_and_not_its_library(name
     exec(code, {"__name__": "package", "library": library})
     with pytest.raises(RuntimeError, match=r"it exists already, registered at /site/package.py:4"):
         torchop.define(f"{namespace}::f", "() -> ()")
+
+
+@pytest.mark.parametrize("kind", ["Tensor[]?", "Tensor?[]?", "Tensor[][]"])
+def test_an_argument_whose_tensors_the_dispatcher_ignores_causes_a_warning(namespace, kind):
+    with torchop.Library(namespace, "FRAGMENT") as library, pytest.warns() as caught:
+        library.define(f"f({kind} xs, int[]? sizes) -> Tensor")
+        library.define("g(Tensor?[] xs, Tensor[2] pair, int[]? sizes) -> Tensor")
+    (warning,) = caught
+    assert warning.category is torchop.SchemaWarning
+    message = f"{namespace}::f: the dispatcher ignores the tensors in the argument 'xs'"
+    assert str(warning.message).startswith(message)
+    assert warning.filename == __file__

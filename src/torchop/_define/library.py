@@ -29,10 +29,12 @@ from torchop._core.registry import OpLike, already_defined, find_schema, op_name
 from torchop._errors import (
     OperatorGoneError,
     OperatorNameError,
+    SchemaWarning,
     short_errors,
     short_repr,
     short_text,
     users_place,
+    warn,
 )
 from torchop._native.table.calls import attach, outdate
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
@@ -279,7 +281,22 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         follow()
     if "!" in schema:
         inductor_writes.register_lowerings(str(name))  # not under the lock, because it may import
+    if "]?" in schema or "][" in schema:
+        _warn_of_ignored_tensors(_schema_of(name, schema))
     return result
+
+
+def _warn_of_ignored_tensors(schema: Schema) -> None:
+    # `DispatchKeyExtractor` (aten/src/ATen/core/dispatch/DispatchKeyExtractor.h) skips these types.
+    for argument in schema.arguments:
+        if argument.holds_tensors and argument.kind.startswith(("Optional[List[", "List[List[")):
+            warn(
+                f"{schema.name}: the dispatcher ignores the tensors in the argument "
+                f"{argument.name!r}, so it may select the wrong kernel or none, and they get no "
+                "gradients. Define the operator with custom_op, or use the type Tensor?[], in "
+                "which the list may be empty.",
+                SchemaWarning,
+            )
 
 
 def _schema_of(name: OpName, written: str) -> Schema:
