@@ -368,11 +368,9 @@ def test_error_names_the_line_that_defined_the_operator_and_not_its_library(name
 
 @pytest.mark.parametrize("kind", ["Tensor[]?", "Tensor?[]?", "Tensor[][]"])
 def test_an_argument_whose_tensors_the_dispatcher_ignores_causes_a_warning(namespace, kind):
-    with torchop.Library(namespace, "FRAGMENT") as library, pytest.warns() as caught:
-        library.define(f"f({kind} xs, int[]? sizes) -> Tensor")
-        library.define("g(Tensor?[] xs, Tensor[2] pair, int[]? sizes) -> Tensor")
-    (warning,) = caught
-    assert warning.category is torchop.SchemaWarning
     message = f"{namespace}::f: the dispatcher ignores the tensors in the argument 'xs'"
-    assert str(warning.message).startswith(message)
-    assert warning.filename == __file__
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("g(Tensor?[] xs, Tensor[2] pair, int[]? sizes) -> Tensor")
+        with pytest.warns(torchop.SchemaWarning, match=message) as caught:
+            library.define(f"f({kind} xs, int[]? sizes) -> Tensor")
+    assert [warning.filename for warning in caught] == [__file__]

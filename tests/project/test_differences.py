@@ -29,5 +29,5 @@ def test_entry_has_an_outcome_and_a_test(entry: str, row: str) -> None:
 
 
 def test_page_has_every_entry() -> None:
-    expected = [f"A{n}" for n in range(1, 40)] + [f"B{n}" for n in range(1, 17)]
+    expected = [f"A{n}" for n in range(1, 41)] + [f"B{n}" for n in range(1, 17)]
     assert [entry for entry, _ in ROWS] == expected + [f"C{n}" for n in range(1, 18)]

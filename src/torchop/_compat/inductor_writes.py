@@ -19,8 +19,9 @@ the bug:
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torchop._compat import import_hooks, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
+_POST_GRAD = "torch._inductor.fx_passes.post_grad"
 # The operators whose lowerings will be registered once Inductor is imported.
 _waiting: set[str] = set()
 
@@ -118,3 +120,43 @@ def _lower_storage_offset(tensor: Any) -> Any:
 
     offset = V.graph.current_node.meta["val"]
     return offset.node.expr if isinstance(offset, torch.SymInt) else int(offset)
+
+
+def before_copies_are_removed(change: Callable[[torch.fx.Graph], None]) -> None:
+    """Let `change` change each graph before Inductor removes copies from it."""
+
+    def connect() -> None:
+        module: Any = sys.modules[_POST_GRAD]
+        remove = module.remove_noop_ops
+
+        @functools.wraps(remove)
+        def remove_noop_ops(graph: torch.fx.Graph) -> None:
+            change(graph)
+            remove(graph)
+
+        module.remove_noop_ops = remove_noop_ops
+
+    import_hooks.when_imported(_POST_GRAD, connect)
+
+
+def is_write(node: torch.fx.Node) -> bool:
+    """Return whether a node calls an operator that mutates arguments, and returns the new values.
+
+    This is how a trace calls an operator before Inductor decides which arguments it may mutate.
+    """
+    return node.target is torch.ops.higher_order.auto_functionalized_v2
+
+
+def has_writes(graph: torch.fx.Graph) -> bool:
+    return any(map(is_write, graph.nodes))
+
+
+def base_of_result(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the tensor whose new value `node` is, or None if it is another kind of node."""
+    if node.target is not operator.getitem or not is_write(node.args[0]):
+        return None
+    call, index = node.args
+    # A call that returns nothing has None in front of the new values.
+    returned = max(1, len(call.args[0]._schema.returns))
+    bases: Any = call.kwargs["_all_bases"]
+    return bases[index - returned] if index >= returned else None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.utils import run_and_get_code
 
 import torchop
@@ -148,6 +149,53 @@ def test_copy_that_is_written_is_separate_from_a_written_input(namespace, form, 
 @pytest.mark.parametrize("program", WRITTEN_COPIES)
 def test_inductor_itself_overwrites_a_copy_that_is_written(namespace, program):
     eager, compiled = _eager_and_compiled(torch.library, namespace, "plain", program)
+    assert compiled != eager
+
+
+BETWEEN = {**COPIES, "plus 0": lambda x: x + 0, "a part": lambda x: x[1:].clone()}
+# What the program writes to, first and second.
+PLACES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "twice the same": (lambda x: x, lambda x: x),
+    "then a part": (lambda x: x, lambda x: x[1:]),
+    "first a part": (lambda x: x[1:], lambda x: x),
+    "twice a part": (lambda x: x[1:], lambda x: x[1:]),
+}
+
+
+def _copies_between_writes(
+    library: Any, namespace: str, form: str, place: str, offset: int
+) -> list[Any]:
+    write = define(form, namespace, library)
+    first, second = PLACES[place]
+
+    def function(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        copies = {}
+        for name, x in inputs.items():
+            write(first(x) + 1, first(x))
+            copies[name] = BETWEEN[name](x)
+            write(second(x) + 10, second(x))
+        return copies
+
+    outcomes = []
+    for run in (function, torch.compile(function, fullgraph=True)):
+        inputs = {name: torch.arange(4.0 + offset)[offset:] for name in BETWEEN}
+        copies = run(inputs)
+        outcomes.append([(name, copies[name].tolist(), inputs[name].tolist()) for name in BETWEEN])
+    return outcomes
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("form", "offset"), [("plain", 0), ("plain", 1), ("inplace", 0)])
+def test_copy_between_two_writes_keeps_its_contents(namespace, form, place, offset):
+    eager, compiled = _copies_between_writes(torchop, namespace, form, place, offset)
+    assert compiled == eager
+
+
+@takes_copies_out
+def test_inductor_itself_changes_a_copy_between_two_writes(namespace, monkeypatch):
+    # torchop's pass applies to all operators, so remove it.
+    monkeypatch.setattr(post_grad, "remove_noop_ops", post_grad.remove_noop_ops.__wrapped__)
+    eager, compiled = _copies_between_writes(torch.library, namespace, "plain", "twice the same", 0)
     assert compiled != eager
 
 

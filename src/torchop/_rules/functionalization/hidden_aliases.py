@@ -22,7 +22,14 @@ import torch
 import torch.library
 from torch import Tensor
 
-from torchop._compat import compilers, dispatch, libraries, registries, tracing
+from torchop._compat import (
+    compilers,
+    dispatch,
+    inductor_writes,
+    libraries,
+    registries,
+    tracing,
+)
 from torchop._compat.classes import OpOverload, Tag
 from torchop._core.call import map_tensors, mutated_tensors
 from torchop._schema.schema import Argument, Schema
@@ -77,6 +84,43 @@ def keep_mutated_copies(
 
 def _is_unsafe_original(node: torch.fx.Node) -> bool:
     return node.op == "placeholder" or tracing.may_have_offset(node)
+
+
+def keep_returned_copies(graph: torch.fx.Graph) -> None:
+    """Make sure that a copy of an input does not change when the program writes to the input again.
+
+    In `op(x); y = x.clone(); op(x)`, where the program returns `y`, Inductor replaces `y` with the
+    new value of `x` from the first call. It then lets this call write into the input, because
+    `any_use_of_views_after_node` in torch/_inductor/fx_passes/reinplace.py ignores the uses of a
+    call's result, so the second write also changes `y`.
+    """
+    (output,) = graph.find_nodes(op="output")
+    for node in output.all_input_nodes if inductor_writes.has_writes(graph) else ():
+        sources = sources_of(node)
+        if any(map(_is_written_input, sources)) and (
+            any(map(_is_copy, sources)) or any(map(inductor_writes.is_write, node.users))
+        ):
+            value = node.meta["val"]
+            with graph.inserting_after(node), value.fake_mode:
+                copy = graph.call_function(torch.ops.torchop.clone.default, (node,))
+                copy.meta = {**node.meta, "val": value.clone()}
+            output.replace_input_with(node, copy)
+
+
+inductor_writes.before_copies_are_removed(keep_returned_copies)
+
+
+def _is_written_input(node: torch.fx.Node) -> bool:
+    """Return whether a node is the value of a graph input after the program has written to it."""
+    base = node.args[0] if node.target in _SCATTERS else inductor_writes.base_of_result(node)
+    return isinstance(base, torch.fx.Node) and any(
+        source.op == "placeholder" or _is_written_input(source)
+        for source in sources_of(base) - {node}
+    )
+
+
+def _is_copy(node: torch.fx.Node) -> bool:
+    return _may_be_removed(node) and node.target is not operator.getitem and not _is_view(node)
 
 
 def copy_hidden_aliases(
@@ -163,11 +207,12 @@ def _may_be_removed(node: torch.fx.Node) -> bool:
     if name in _ARITHMETIC:
         # Inductor removes an addition of 0 or a multiplication by 1, so the result may be an alias.
         return any(_is_constant(operand) for operand in node.all_input_nodes)
-    return (
-        name in _COPIES
-        or name.endswith("_copy")
-        or any(result.alias_info is not None for result in target._schema.returns)
-    )
+    return name in _COPIES or name.endswith("_copy") or _is_view(node)
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
 def _is_constant(node: torch.fx.Node) -> bool:

@@ -32,7 +32,11 @@ releases, PyTorch has fixed these bugs, and the step can be deleted.
    - An operator that returns lists becomes a functional operator that writes into copies, and so
      does a call whose mutated arguments are all None. `can_auto_functionalize` rejects list
      results. Test: `test_a_list_result_fails_in_pytorch`.
-5. `regions`: in a nested region that mutates its inputs, PyTorch uses C++ functionalization, which
+5. `hidden_aliases.keep_returned_copies`, a pass over Inductor's graph: Inductor removes a copy that
+   the program returns, although it writes to the original again (`any_use_of_views_after_node` in
+   torch/_inductor/fx_passes/reinplace.py). Test:
+   `test_inductor_itself_changes_a_copy_between_two_writes`.
+6. `regions`: in a nested region that mutates its inputs, PyTorch uses C++ functionalization, which
    rejects custom operators (pytorch/pytorch#186807, pytorch/pytorch#189523). Test:
    `test_pytorch_rejects_an_operator_that_mutates_an_input_of_a_region`.
 """
