@@ -23,7 +23,7 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._library.utils import get_layout_constraint_tag
@@ -151,12 +151,16 @@ def has_writes(graph: torch.fx.Graph) -> bool:
     return any(map(is_write, graph.nodes))
 
 
-def base_of_result(node: torch.fx.Node) -> torch.fx.Node | None:
+def base_of_result(node: torch.fx.Node) -> Any:
     """Return the tensor whose new value `node` is, or None if it is another kind of node."""
-    if node.target is not operator.getitem or not is_write(node.args[0]):
+    if node.target is not operator.getitem:
         return None
     call, index = node.args
-    # A call that returns nothing has None in front of the new values.
-    returned = max(1, len(call.args[0]._schema.returns))
-    bases: Any = call.kwargs["_all_bases"]
-    return bases[index - returned] if index >= returned else None
+    if not isinstance(call, torch.fx.Node) or not is_write(call):
+        return None
+    called, bases = call.args[0], cast(list[Any], call.kwargs["_all_bases"])
+    if not isinstance(called, OpOverload):  # a higher-order operator, such as `while_loop`
+        return None
+    # The new values follow the results. A call without results has None in front of them.
+    place = cast(int, index) - max(1, len(called._schema.returns))
+    return bases[place] if place >= 0 else None
