@@ -91,3 +91,33 @@ def test_wrong_gradient_names_its_argument(namespace: str) -> None:
     text = first_finding(op, example, only="gradcheck")
     assert "with respect to argument 'w'" in text
     assert "fix:   Correct the gradient of w in the formula." in text
+
+
+def test_reading_beyond_the_end_is_not_an_unwritten_element(namespace: str) -> None:
+    def total(x: Tensor) -> Tensor:
+        memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        return memory[: -(-x.numel() // 8) * 8].sum()
+
+    op = torchop.custom_op(f"{namespace}::total", total, mutates_args=())
+    text = first_finding(op, (torch.ones(3),), only="memory.contiguous")
+    assert "The kernel reads or writes outside of a contiguous tensor." in text
+
+
+def test_wrong_gradient_in_one_dtype_names_its_argument(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::product",
+        lambda x, y: x * y,
+        mutates_args=(),
+        schema="(Tensor x, Tensor y) -> Tensor",
+    )
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x * (1.1 if x.dtype is torch.half else 1)
+
+    op.register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+    )
+    text = first_finding(op, (X, X + 2), only="gradcheck")
+    assert "the gradient of argument 'y' in torch.float16" in text
+    assert "fix:   Correct the gradient of y in the formula." in text

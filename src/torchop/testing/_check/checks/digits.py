@@ -42,14 +42,15 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
     succeeds(call)
     outcome = functools.partial(probes.outcome, call.op)
     actual = probes.mapped(call.record.outcome, probes.dense)
-    agree_up_to_rounding(call, actual, lambda example: outcome(*example), "result", rtol, atol)
+    names = [f"result {index}" for index in range(len(actual))]
+    agree_up_to_rounding(call, actual, lambda example: outcome(*example), names, rtol, atol)
 
 
 def agree_up_to_rounding(
     call: Call,
     actual: Sequence[Any],
     outcome: Callable[[Example], Any],
-    what: str,
+    names: Sequence[str],
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
@@ -101,7 +102,7 @@ def agree_up_to_rounding(
             bound = (atol or 0.0) + (rtol or 0.0) * other.abs()
         if is_scaled or not bool(((one - other).abs() <= bound).all()):
             raise AssertionError(
-                f"{what} {index} in {actual[index].dtype} is {probes.shown(one)}, but "
+                f"{names[index]} in {actual[index].dtype} is {probes.shown(one)}, but "
                 f"{probes.shown(other)} for the same numbers in double."
             )
 

@@ -115,7 +115,8 @@ def gradients_agree_with_double(call: Call, dtype: torch.dtype) -> None:
         actual = outcome(example)
     except Exception as error:
         raise CannotCheck(f"backward refuses {dtype}: {reason(error)}") from None
-    agree_up_to_rounding(Call(call.op, *example), actual, outcome, "the gradient")
+    names = [f"the gradient of {name}" for name in call.differentiable]
+    agree_up_to_rounding(Call(call.op, *example), actual, outcome, names)
 
 
 def gradients_ignore_layouts(call: Call, what: str) -> None:
