@@ -131,7 +131,7 @@ __all__ = [
     "get_ctx",
     "impl_abstract",
     "cache_key_tag",
-    # rules that are not part of the dispatcher, including your own
+    # rules beyond PyTorch's dispatcher, such as inverses; `Rule` creates new kinds
     "Rule",
     "get_rule",
     "inverse",

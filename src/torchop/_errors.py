@@ -356,5 +356,5 @@ def users_place() -> Place:
 
 
 def warn_at(place: Place, message: str, category: type[Warning]) -> None:
-    """Issue a warning that points to `place`, for use where no user code is on the stack."""
+    """Issue a warning at the file and line `place`, for use where no user code is on the stack."""
     warnings.warn_explicit(message, category, *place)

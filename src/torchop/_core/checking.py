@@ -1,4 +1,4 @@
-"""The hook through which `torchop.testing.checking` checks kernels and formulas.
+"""The hook through which `torchop.testing.checking` checks kernels and backward formulas.
 
 While any thread is inside a `with torchop.testing.checking()` block, call plans (the compiled rules
 of operators, which calls read) wrap each kernel in a check. Entering the first such block and
@@ -17,7 +17,7 @@ from torchop._schema.schema import Schema
 
 
 class Checker(Protocol):
-    """Wraps kernels and formulas, so that calls inside a `checking` block are checked."""
+    """Wraps kernels and backward formulas, so that calls inside a `checking` block are checked."""
 
     def kernel(
         self,

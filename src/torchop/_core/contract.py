@@ -81,8 +81,9 @@ def without_inference(result: Any) -> Any:
         is_inference = result.is_inference()
     if not is_inference:
         return result
-    # An active TorchFunctionMode may be tracking dependencies, for example to derive a formula.
-    # Such a mode sees that a copy depends on `result`, but `set_` would hide the dependency.
+    # An active TorchFunctionMode may be tracking dependencies, for example to derive a backward
+    # formula. Such a mode sees that a copy depends on `result`, but `set_` would hide the
+    # dependency.
     is_followed = dispatch.function_modes_are_active()
     if type(result) is not Tensor or result.layout is not torch.strided or is_followed:
         return result.clone()

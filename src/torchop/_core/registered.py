@@ -125,8 +125,8 @@ class Registrations:
     def remove_new(self, before: Collection[Key]) -> None:
         """Remove the rows that a failed registration added, i.e. all rows not in `before`.
 
-        Kernels without a function `remove` stay registered. This is harmless, because they read the
-        rules in each call.
+        Kernels without a function `remove` stay registered. This is harmless, because they look up
+        the operator's rules in each call.
         """
         for key in self:
             if key not in before and self._rows[key].remove is not None:

@@ -96,8 +96,8 @@ class Rule(Generic[Value]):
         self._place = users_place()
         # Compute this here rather than in `lookup`, because compilers trace `lookup`.
         self._derives_values = type(self).of_derived is not Rule.of_derived
-        # Maps operator names to entries, oldest first. The tuples are only ever replaced, never
-        # modified, so lookups need no lock.
+        # Maps operator names to registered values, oldest first. The tuples are only ever replaced,
+        # never modified, so lookups need no lock.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
         with registration_lock:
             existing = _rules.get(name)
@@ -295,7 +295,7 @@ class Rule(Generic[Value]):
         return self.of_derived(op, origin.kind, origin.op, value)
 
     def _entry(self, op: OpOverload) -> _Entry | None:
-        # Skip entries for an earlier operator of the same name that has since been redefined.
+        # Skip values of an earlier operator of the same name that has since been redefined.
         entries = self._entries.get(op._name, ())
         last = None
         for entry in entries:  # a plain loop, because compilers trace it (torchop.inverse calls it)
@@ -334,7 +334,7 @@ class Rule(Generic[Value]):
         return [op, *(each for d in derived for each in self._family(d))]
 
     def _put(self, op: OpOverload, change: _Change, attached: list[OpOverload]) -> None:
-        """Change an operator's entries, and call `attach`, `replaced` or `detach` accordingly."""
+        """Change an operator's values, and call `attach`, `replaced` or `detach` accordingly."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
         with registration_lock:

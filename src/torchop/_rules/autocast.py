@@ -189,8 +189,8 @@ def register_autocast(
 
     Inside `torch.autocast(device_type)`, a call casts the floating-point tensors on that device,
     including tensors in lists and structures. It does not cast float64 tensors and mutated
-    arguments. The kernel and the formula then run with autocast disabled. Registering again for the
-    same device type replaces the earlier registration.
+    arguments. The kernel and the backward formula then run with autocast disabled. Registering
+    again for the same device type replaces the earlier registration.
 
     Args:
         op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,

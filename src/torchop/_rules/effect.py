@@ -112,7 +112,8 @@ def may_change_objects(schema: Schema, *, also_generators: bool = False) -> bool
 
     Return False if the operator mutates or aliases an argument, because PyTorch ignores effects of
     such operators. Generators count only if `also_generators` is true, because PyTorch's own random
-    operators have no effect either, and an effect would rule out `vmap` and derived formulas.
+    operators have no effect either, and an effect would rule out `vmap` and derived backward
+    formulas.
     """
     types = schema.object_types
     if not types or schema.is_mutable or schema.is_view:

@@ -82,8 +82,8 @@ class HelperOperator:
     def of(cls, definition: Definition) -> Self:
         """Return the operator's helper operator of this kind, defining it on first use.
 
-        Registering another formula later does not redefine the helper operator, because compiled
-        graphs call it by name.
+        Registering another backward formula later does not redefine the helper operator, because
+        compiled graphs call it by name.
         """
         helper = definition.helpers.get(cls.kind)
         if helper is None or not helper.is_registered:
@@ -127,10 +127,10 @@ class HelperOperator:
         return everything[:count] if count > 1 else everything[0], everything[count:]
 
     def register_rules(self) -> None:
-        """Register the rules of the new helper operator."""
+        """Register the new helper operator's rules, such as its backward formula or vmap rule."""
 
     def inherit(self, rule: CompiledRule[Any]) -> None:
-        """Update the helper operator after a rule of the operator `name` has changed."""
+        """Update the helper operator after a rule of `name`, such as its vmap rule, has changed."""
 
     def define(self) -> bool:
         """Define the operator `name__kind`. If a step fails, undo the previous steps.

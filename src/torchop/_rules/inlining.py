@@ -192,8 +192,8 @@ def traced_above_autograd(
 ) -> Any:
     """Trace the operator's function, so that AOTAutograd differentiates the operators it calls.
 
-    The autograd kernel calls this if the operator's formula is derived from its function. Return
-    NotImplemented if the call must not be inlined.
+    The autograd kernel calls this if the operator's backward formula is derived from its function.
+    Return NotImplemented if the call must not be inlined.
     """
     inlined = definition.plan[InliningRule]
     tensors = list(tensors_in((*args, *kwargs.values())))

@@ -1,8 +1,8 @@
 """The layout rule: calls copy arguments whose strides the kernel does not support.
 
-Copies are made above autograd, so formulas and fake kernels receive the copied arguments too, and a
-compiler's trace contains the copies. Native calls (without the dispatcher) check their arguments in
-C++, and fall back to `LayoutRule.kernel` if an argument must be copied.
+Copies are made above autograd, so backward formulas and fake kernels receive the copied arguments
+too, and a compiler's trace contains the copies. Native calls (without the dispatcher) check their
+arguments in C++, and fall back to `LayoutRule.kernel` if an argument must be copied.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def register_layout(
     """Declare the memory layouts that an operator's kernels require for tensor arguments.
 
     If a call passes an argument with different strides, the kernels, the fake kernel and the
-    formula receive a copy, which is also part of compiled graphs. If the operator mutates this
-    argument, the call raises `ArgumentError` instead, because a kernel cannot write into the
+    backward formula receive a copy, which is also part of compiled graphs. If the operator mutates
+    this argument, the call raises `ArgumentError` instead, because a kernel cannot write into the
     caller's tensor through a copy.
 
     For an operator defined with `custom_op`, annotate the parameter instead:

@@ -1,7 +1,7 @@
-"""Copy gradients into the layouts that a formula declares.
+"""Copy incoming gradients into the layouts that a backward formula declares.
 
-An annotation declares the layout of one gradient, and the option `contiguous_grads` makes all
-gradients contiguous.
+The annotation of a parameter declares the layout of one gradient, and the option `contiguous_grads`
+of `register_autograd` makes all gradients contiguous.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
 
 
 def with_declared_grads(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a formula to copy gradients into the layouts that the annotations declare."""
+    """Wrap a backward formula to copy gradients into the layouts that its annotations declare."""
     with naming(signatures.spell_function(backward)):
         layouts = declared_layouts(signatures.written_annotations(backward))
     if not layouts:
@@ -62,7 +62,7 @@ def _arranged(grad: Any, layout: Layout | None) -> Any:
     return [_arranged(item, layout) for item in grad]
 
 
-# All wrapped formulas share this code object. The C++ backward implementation uses it to
+# All wrapped backward formulas share this code object. The C++ backward implementation uses it to
 # recognize them. If all gradients are already contiguous, it skips the wrapper and calls
 # `__wrapped__` directly.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__

@@ -1,4 +1,4 @@
-"""Errors for missing formulas and for formulas that read data while being traced."""
+"""Errors for missing backward formulas, and for formulas that read data while being traced."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Formula:
 
     @property
     def cache_part(self) -> object:
-        """The formula's part of the cache keys of compiled graphs.
+        """The backward formula's part of the cache keys of compiled graphs.
 
         PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). For a formula
         registered by the user, this is the user's function, because compilers trace its code into
@@ -98,7 +98,7 @@ NO_FORMULA = Formula(None)
 
 
 class Derived:
-    """The type of `torchop.derived`, a marker in place of the formula in an operator class."""
+    """The type of `torchop.derived`, a marker that replaces `backward` in an operator class."""
 
     __slots__ = ()
 

@@ -4,9 +4,9 @@ If an input has a tangent, torchop calls the operator on the primals (the inputs
 tangents), calls the forward-mode formula to get the tangents of the outputs, and combines outputs
 and tangents into dual tensors. Outer transforms can differentiate these calls like any other calls.
 
-If the call also records a gradient, the operator's `autograd.Function` computes the tangents
-instead. Forward-over-reverse differentiation requires this, because the saved tensors must keep
-their tangents.
+If autograd also records the call for the backward pass, the operator's `autograd.Function` computes
+the tangents instead. Forward-over-reverse differentiation requires this, because the saved tensors
+must keep their tangents.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def apply(
     `function` is the result of `make_function`, and `is_dual` says whether any input has a tangent.
     """
     # The dispatcher drops trailing arguments that equal their default. Add them back, because
-    # formulas return a gradient for every argument.
+    # backward formulas return a gradient for every argument.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
     call = _Call(keyset, args, kwargs, input_layout(definition, inputs), is_dual)
     operands = flatten(inputs, call.inputs)
@@ -111,8 +111,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         assert call is not None
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
-            # PyTorch's `needs_input_grad` has one entry for each tensor in a list, but formulas
-            # expect one entry for each argument.
+            # PyTorch's `needs_input_grad` has one entry for each tensor in a list, but backward
+            # formulas expect one entry for each argument.
             ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
         if autocasting.is_enabled():
             _save_autocast(ctx)
@@ -319,7 +319,7 @@ def _redispatch(definition: Definition, call: _Call) -> Any:
 
 
 def _save_autocast(ctx: Any) -> None:
-    """Save the autocast state, so that the formula runs in the same state as the kernel.
+    """Save the autocast state, so that the backward formula runs in the same state as the kernel.
 
     Compilers trace the formula in the state of the forward pass (`backward_pass_autocast` in
     torch/_functorch/config.py), so in any other state, eager mode and compiled code would compute
@@ -335,11 +335,11 @@ def _autocast_of_forward(ctx: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the saved tensors of a node, even if its formula reads `saved_tensors` several times.
+    """Return a node's saved tensors, even if its backward formula reads them several times.
 
     Workaround for pytorch/pytorch#82156: saved tensors of a checkpointed region can be unpacked
     only once, so they are cached during the backward pass. The cache is thread-local, because
-    several threads may run the backward of the same node.
+    several threads may run the backward pass of the same node.
     """
     cache = _unpacked.by_node.get(id(ctx))
     if cache is None:
@@ -350,7 +350,7 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the saved tensors to pass to a formula.
+    """Return the saved tensors to pass to a backward formula.
 
     In a double backward, residuals (kernel outputs that only the backward pass uses) and tensors
     that `setup_context` computed are replaced with tensors that raise when they are differentiated.

@@ -134,7 +134,7 @@ def flat_gradients(
 
 
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
-    """Return the minimum number of gradients that a formula must return.
+    """Return the minimum number of gradients that a backward formula must return.
 
     Formulas written for torch.library return no gradients for trailing arguments that a call omits,
     so a trailing gradient may be left out if its argument has a default and needs no gradient.
@@ -164,10 +164,10 @@ def in_fresh_memory(
 ) -> list[Tensor]:
     """Copy the gradients that do not match the fake kernel's results, and return all gradients.
 
-    The fake kernel returns `torch.empty_like(like)` for each gradient, and compiled code relies on
-    this. But a formula may return an expanded tensor, or one of the incoming gradients. So copy
-    each gradient that has different strides, or that shares memory with `inputs` or with another
-    gradient.
+    The fake kernel returns `torch.empty_like(like)` for each gradient, where `like` is an item of
+    `likes`, and compiled code relies on this. But a backward formula may return an expanded tensor,
+    or one of the incoming gradients. So copy each gradient that has different strides, or that
+    shares memory with `inputs` or with another gradient.
     """
     taken = list(tensors_in(inputs))
     count = len(taken)

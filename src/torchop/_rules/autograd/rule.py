@@ -31,8 +31,8 @@ class AutogradRule(CompiledRule[Formula]):
 
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
-    # If the operator has no formula, calls that need a gradient run this function instead, because
-    # autograd can differentiate the operators that it calls.
+    # If the operator has no backward formula, calls that need a gradient run this function instead,
+    # because autograd can differentiate the operators that it calls.
     decomposition: Callable[..., Any] | None = None
     # The operator's `autograd.Function`. It is created lazily, by the first call that needs a
     # gradient, because creating a class is slow.
@@ -43,8 +43,8 @@ class AutogradRule(CompiledRule[Formula]):
     def install(self) -> None:
         """Install the kernel at the Autograd key.
 
-        Operators without a formula need this kernel too, because otherwise autograd would not
-        record the call, and the backward pass would silently stop there instead of raising an
+        Operators without a backward formula need this kernel too, because otherwise autograd would
+        not record the call, and the backward pass would silently stop there instead of raising an
         error.
         """
         if not self.installed:
@@ -190,8 +190,8 @@ class AutogradRule(CompiledRule[Formula]):
 def install(definition: Definition) -> None:
     """Install the autograd kernel of a new operator.
 
-    Operators of `torchop.compat` (`is_lenient`) get the kernel only once a formula is registered.
-    Until then, PyTorch's autograd fallback handles their calls.
+    Operators of `torchop.compat` (`is_lenient`) get the kernel only once a backward formula is
+    registered. Until then, PyTorch's autograd fallback handles their calls.
     """
     if not definition.declaration.is_lenient:
         definition.rule(AutogradRule).install()

@@ -80,8 +80,9 @@ def cache_for(
 
     `is_pure` means that the user declared the outputs to depend only on metadata.
     """
-    # A fake kernel that was declared with options such as `like`, but without a `shape` function,
-    # needs no cache, because running it takes less time than a lookup.
+    # The user can also declare the outputs with options of `register_fake`, such as `like`. Unless
+    # one of the options is a `shape` function, the fake kernel then needs no cache, because running
+    # it takes less time than a lookup.
     functions = getattr(function, "shapes", (function,) if is_pure else ())
     schema, declaration = definition.schema, definition.declaration
     if (

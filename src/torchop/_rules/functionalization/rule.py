@@ -82,10 +82,10 @@ from torchop._schema.schema import Schema
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the rule for a new operator if it mutates arguments.
+    """Install the functionalization rule for a new operator if it mutates arguments.
 
-    Helper operators need no rule, because PyTorch functionalizes them correctly. The caller must
-    call the returned function once the operator is defined.
+    Helper operators need no such rule, because PyTorch functionalizes them correctly. The caller
+    must call the returned function once the operator is defined.
     """
     if not definition.schema.is_mutable or definition.declaration.is_helper:
         return None
@@ -216,7 +216,7 @@ _TRACEABLE = ("Tensor", "List[Tensor]")
 def _traced_results(schema: Schema) -> tuple[str, ...]:
     """Return the types of the results that appear in a trace.
 
-    The results of in-place and out= forms do not appear, because they are arguments.
+    The results of in-place and out= operators do not appear, because they are arguments.
     """
     return schema.returns if schema.form is Form.PLAIN else ()
 

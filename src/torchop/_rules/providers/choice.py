@@ -296,8 +296,9 @@ class Choice:
             for name, config, *_ in () if measurement is None else measurement.kernels:
                 if name == REFERENCE and reference is not None:
                     return Selected(name, reference)
-                # A stored measurement may name a provider or config that no longer exists or does
-                # not support this call, so check each kernel and fall back to the next one.
+                # A stored measurement may name a provider, or one of its tuning configs, that no
+                # longer exists or does not support this call, so check each kernel and fall back to
+                # the next one.
                 provider = allowed.get(name)
                 if provider is not None and provider.takes(args, kwargs, is_traced):
                     configs = provider.configs or ({},)
@@ -344,7 +345,7 @@ class Choice:
         return raise_error
 
     def _report_unsupported(self, resolved: Resolved) -> None:
-        """Report the providers in the order that cannot run any call."""
+        """Report each provider that the priority order names although it cannot run any call."""
         unsupported = (each for each in resolved.candidates if each.select is None)
         self._report(resolved, {each.name: each.declined for each in unsupported})
 
@@ -403,7 +404,7 @@ def choice_by_device(choices: Mapping[str, Function], others: Function) -> Funct
 
 
 def _key(value: Any) -> Any:
-    """Return a cache key with all properties of an argument that `supports` may read."""
+    """Return a cache key with every property of an argument that a `supports` function may read."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UnknownKindError

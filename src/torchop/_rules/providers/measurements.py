@@ -38,8 +38,8 @@ class NewerTableError(TableError):
 class Measured(NamedTuple):
     """The time of one kernel: the median of several calls, and its 95 % confidence interval.
 
-    `config` is one of the provider's `configs`. `digest` identifies the kernel's source code, so
-    that measurements of an older version are not used.
+    `config` is the kernel's tunable arguments, such as tile sizes. `digest` identifies the kernel's
+    source code, so that measurements of an older version are not used.
     """
 
     provider: str

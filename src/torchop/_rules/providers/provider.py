@@ -85,8 +85,8 @@ class Provider(NamedTuple):
         return Selected(self.name, self.function) if takes else None
 
 
-# A call to `supports` counts as slow if it takes longer than this. The limit is far above the usual
-# few microseconds, so that calls on a busy machine do not count as slow.
+# A call to a provider's `supports` function counts as slow if it takes longer than this. The limit
+# is far above the usual few microseconds, so that calls on a busy machine do not count as slow.
 _SLOW_SECONDS = 0.05
 
 
@@ -280,7 +280,7 @@ def _check_parameters(
 def _support_check(
     what: str, definition: Definition, supports: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
-    """Wrap a user's function `supports` so that it receives tensors without data.
+    """Wrap a provider's `supports` function so that it receives tensors without data.
 
     The wrapper also checks that `supports` returns a bool, and warns if it is slow.
     """
@@ -291,7 +291,7 @@ def _support_check(
     slow: list[float] | None = []
 
     def note(taken: float) -> None:
-        """Warn once after three slow calls in a row. A single one may just be importing modules."""
+        """Warn once after three slow calls in a row. A single slow call may just import modules."""
         nonlocal slow
         if slow is not None:
             slow = [*slow, taken] if taken > _SLOW_SECONDS else []

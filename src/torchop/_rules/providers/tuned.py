@@ -82,8 +82,8 @@ def find(
     release, or with a different version of a kernel. If all matching measurements are outdated,
     warn once.
 
-    `digests` maps each provider to the digest of its current kernel, and `reported` contains the
-    problems that were already reported to the user.
+    `digests` maps each provider to the digest (a hash of the code) of its current kernel, and
+    `reported` contains the problems that were already reported to the user.
     """
     try:
         arguments, sizes = described(args, kwargs)

@@ -76,7 +76,7 @@ class BackwardKernel(HelperOperator):
         self._declare(function, signature)
 
     def _structured_grads(self, parameters: Sequence[Any]) -> list[Any] | None:
-        """Return the annotations of the gradients, if the kernel takes them as structures.
+        """Return the annotations of the gradients, if the kernel takes them as structured objects.
 
         Return None if the kernel takes a separate gradient for each tensor in the results instead.
         """
@@ -196,8 +196,8 @@ class BackwardKernel(HelperOperator):
 
     @property
     def origin(self) -> Definition:
-        # The operator that runs in the forward pass. Sharding rules derive the placements of the
-        # gradients from the rule of this operator.
+        # The operator that runs in the forward pass. The placements of the gradients are derived
+        # from its sharding rule.
         if not self.residuals:
             return self.definition
         return typing.cast(
@@ -366,9 +366,10 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 
 def _gradient_leaves(node: Node, annotation: Any) -> set[str] | None:
-    """Return the names of the tensors in a structured argument whose gradients an annotation has.
+    """Return the names of those tensors in an argument for which the annotation has a gradient.
 
-    `node` describes the structure of the argument. Return None if the annotation does not fit it.
+    `node` describes the structure of the argument, such as a dataclass. Return None if the
+    annotation does not fit it.
     """
     annotation, _ = types.strip_optional(annotation)
     node = node.inner if isinstance(node, Maybe) else node

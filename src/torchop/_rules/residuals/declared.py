@@ -76,9 +76,9 @@ class Declared:
         """Return the fields of the C++ struct `Residuals`, for calls that C++ code runs."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        # Inside a `torchop.testing.checking` block, a wrapper of `formula.save` runs the checks.
-        # C++ code would bypass this wrapper by calling `setup_context` directly, so do not pass
-        # `setup_context` to C++ while checks run.
+        # Inside a `torchop.testing.checking` block, a wrapper of `formula.save`, the function that
+        # calls `setup_context`, runs the checks. C++ code would bypass this wrapper by calling
+        # `setup_context` directly, so do not pass `setup_context` to C++ while checks run.
         is_checked = checking.checker is not None
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)

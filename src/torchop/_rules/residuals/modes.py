@@ -52,8 +52,9 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # A torch_dispatch rule typically unwraps its arguments and wraps the results. Residuals must be
-    # wrapped the same way, but only the rule's author knows how, so raise an error.
+    # A torch_dispatch rule typically unwraps its arguments and wraps the results. Residuals (extra
+    # kernel outputs for the backward pass) must be wrapped the same way, but only the rule's author
+    # knows how, so raise an error.
     raise ResultError(
         f"{form.definition}: the torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "

@@ -123,8 +123,8 @@ class WithResiduals(HelperOperator):
     def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
         """Return a `save` function for a forward-mode formula that uses residuals.
 
-        A call in forward mode does not request residuals, so the returned function runs the kernel
-        again to compute them.
+        A call in forward mode does not request residuals (extra kernel outputs for the backward
+        pass), so the returned function runs the kernel again to compute them.
         """
         return lambda ctx, inputs, keywords, output: setup(
             ctx,

@@ -74,7 +74,7 @@ def map_elements(
     """Call the operator once per element of a batch and stack the results along dimension 0.
 
     The caller must have wrapped batched tensors with `with_dims`. If `replay` is true, all elements
-    draw the same random numbers. In-place and out= forms write their results into the batch, so
+    draw the same random numbers. In-place and out= operators write their results into the batch, so
     return None for them.
     """
     schema = definition.schema

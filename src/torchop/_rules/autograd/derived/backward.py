@@ -26,16 +26,16 @@ from torchop._rules.effect import EffectRule
 
 
 class DerivedFormula(Formula):
-    """A formula whose backward runs the operator's body again and differentiates it.
+    """A backward formula that runs the operator's body again and differentiates it.
 
-    The body is the code of the operator's kernel. The forward only saves the inputs.
+    The body is the code of the operator's kernel. The forward pass only saves the inputs.
     """
 
     def __init__(self, definition: Definition, for_graphs: tuple[Any, Any] | None) -> None:
         super().__init__(definition)
         # The two helper operators for compiled graphs: `name__training` and `name__backward`. None
-        # in the formulas of the helper operators themselves, because AOTAutograd does not support
-        # double backward.
+        # in the backward formulas of the helper operators themselves, because AOTAutograd does not
+        # support double backward.
         self.for_graphs = for_graphs
         self.backward = self._backward
         self.save = self._save
@@ -62,7 +62,8 @@ class DerivedFormula(Formula):
             training, _ = self.for_graphs
             if is_batched and tracing.is_tracing(tensors):
                 # The user's vmap rule may call several operators, each with a different generator
-                # state. One saved state could not reproduce the random numbers of all of them.
+                # state. A single saved generator state could not reproduce the random numbers of
+                # all of them.
                 training.forbid_random_numbers()
                 return call(), None
             if not is_batched and (
@@ -91,9 +92,9 @@ class DerivedFormula(Formula):
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """Inline the operator's body into the graph if the gradients match those of eager mode.
 
-        They differ if an output has no autograd history (the derived formula raises GradientError)
-        or if an input affects no output (the formula returns a gradient of zero). In these cases,
-        return NotImplemented, so that the call is recorded as usual.
+        They differ if an output has no autograd history (the derived backward formula raises
+        GradientError) or if an input affects no output (the formula returns a gradient of zero). In
+        these cases, return NotImplemented, so that the call is recorded as usual.
         """
         self._check_no_effect()
         result = inlining.traced_above_autograd(self.definition, args, kwargs)
@@ -166,7 +167,8 @@ class DerivedFormula(Formula):
         return placed(gradients, ctx.needs_input_grad)
 
     def _check_no_effect(self) -> None:
-        # `derive_autograd` also checks this, but the effect may have been registered later.
+        # `derive_autograd` already rejects operators with a side effect, but the effect may have
+        # been registered later.
         if self.definition.plan[EffectRule] not in (None, "none"):
             raise GradientError(
                 f"{self.definition}: an effect was registered after the formula was derived. The "

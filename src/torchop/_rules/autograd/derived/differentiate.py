@@ -54,8 +54,9 @@ class Rerun(NamedTuple):
         # single node, and not the operators in its body.
         kernel_at = self.definition.registered.kernel
         key = every = dispatch.kernel_key("default")
-        # `dispatch_key_name` returns the key for dense tensors, so call the default kernel if there
-        # are tensors with other layouts.
+        # Look up the kernel of a device only if all tensors are dense, because `dispatch_key_name`
+        # returns keys for dense tensors. Otherwise, call the kernel that is registered for all
+        # devices.
         if all(tensor.layout is torch.strided for tensor in inputs):
             # If tensors are on the CPU and on another device, use the other device's kernel.
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")

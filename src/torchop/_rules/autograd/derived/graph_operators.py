@@ -1,12 +1,12 @@
-"""The helper operators that compiled graphs call for an operator with a derived formula.
+"""The helper operators that compiled graphs call if an operator's backward formula is derived.
 
-`name__training` replaces the operator `name` in the forward. It returns the results of `name` and a
-tensor with the ambient state from before the kernel ran, such as the states of random number
+`name__training` replaces the operator `name` in the forward pass. It returns the results of `name`
+and a tensor with the ambient state from before the kernel ran, such as the states of random number
 generators.
 
 `name__backward` computes the gradients. It takes the gradients of the outputs, the ambient state, a
 mask of the tensors that need a gradient, and the arguments of `name`. The kernel restores the
-state, so the random numbers are the same wherever the compiler schedules the backward.
+state, so the random numbers are the same wherever the compiler schedules the backward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _IN_CUDA_GRAPH = (
 
 
 def derived_formula(definition: Definition) -> DerivedFormula:
-    """Return the derived formula of an operator, and define its helper operators on first use."""
+    """Return the derived backward formula, and define the two helper operators on first use."""
 
     def build() -> DerivedFormula:
         return DerivedFormula(definition, (Training.of(definition), Backward.of(definition)))

@@ -1,6 +1,6 @@
 """Detect operator bodies that return different values when they are rerun.
 
-A derived formula reruns the operator's body in the backward pass. It restores the state of
+A derived backward formula reruns the operator's body in the backward pass. It restores the state of
 PyTorch's random number generators, but a body may also depend on NumPy's or Python's generators, a
 counter or the time. In that case, the gradient would not match the results of the forward pass.
 """

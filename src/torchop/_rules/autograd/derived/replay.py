@@ -147,8 +147,8 @@ def replayed(
         and _is_readable(packed)
         and _packed_if_plain(values, packed, count) is packed
     ):
-        # The current state equals the saved state, so nothing needs to be set before `run`. If
-        # `run` draws random numbers, the generators must be restored afterwards.
+        # The current generator states and settings equal the saved ones, so nothing needs to be set
+        # before `run`. If `run` draws random numbers, the generators must be restored afterwards.
         try:
             return run()
         finally:

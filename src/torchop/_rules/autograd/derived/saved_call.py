@@ -41,7 +41,7 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
 
 
 def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
-    """Flatten entries for arguments, such as `in_dims`, into a list with one entry for each tensor.
+    """Flatten a list with one entry per argument, such as `in_dims`, to have one entry per tensor.
 
     `values` contains the arguments. If an argument is a list of tensors, its entry may be a list
     too, or a single value that applies to all tensors in the list.

@@ -31,9 +31,9 @@ Rows: TypeAlias = Callable[[OpOverload, Call], list[Row]]
 class ShardingRule(NamedTuple):
     """A registered sharding rule.
 
-    `rows` returns the rows that the rule allows for a call, and `cached` becomes a part of the
-    cache keys of compiled graphs. DTensor's cache ignores the arguments named in `unhashed`. `like`
-    is the ATen operator whose DTensor rule is reused, if any.
+    `rows` returns the rows (ways to shard a call) that the rule allows, and `cached` becomes a part
+    of the cache keys of compiled graphs. DTensor's cache ignores the arguments named in `unhashed`.
+    `like` is the ATen operator whose DTensor rule is reused, if any.
     """
 
     rows: Rows
@@ -137,7 +137,7 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows of `name__with_residuals`, whose residuals `rows_of` already handles."""
+    """Return the rows (ways to shard a call). `rows_of` already handles the residuals."""
     return rows_of(call)
 
 

@@ -229,7 +229,7 @@ SHARDING = _ShardingRule("sharding")
 
 
 def _explained(op: OpOverload) -> Exception | None:
-    """Return the error that DTensor should raise for an operator without a rule.
+    """Return the error that DTensor should raise for an operator without a sharding rule.
 
     If torchop did not define the operator, return None, and DTensor raises its own error.
     """
