@@ -151,16 +151,16 @@ def has_writes(graph: torch.fx.Graph) -> bool:
     return any(map(is_write, graph.nodes))
 
 
-def base_of_result(node: torch.fx.Node) -> Any:
-    """Return the tensor whose new value `node` is, or None if it is another kind of node."""
+def bases_of_result(node: torch.fx.Node) -> list[Any]:
+    """Return the tensors whose new value `node` may be. The list is empty for other nodes."""
     if node.target is not operator.getitem:
-        return None
+        return []
     call, index = node.args
     if not isinstance(call, torch.fx.Node) or not is_write(call):
-        return None
+        return []
     called, bases = call.args[0], cast(list[Any], call.kwargs["_all_bases"])
     if not isinstance(called, OpOverload):  # a higher-order operator, such as `while_loop`
-        return None
+        return bases
     # The new values follow the results. A call without results has None in front of them.
     place = cast(int, index) - max(1, len(called._schema.returns))
-    return bases[place] if place >= 0 else None
+    return [bases[place]] if place >= 0 else []

@@ -191,6 +191,29 @@ def test_copy_between_two_writes_keeps_its_contents(namespace, form, place, offs
     assert compiled == eager
 
 
+@pytest.mark.needs_torch("2.13", "loops write to captured tensors")
+def test_copy_after_a_loop_that_writes_keeps_its_contents(namespace):
+    write = define("plain", namespace, torchop)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        def body(i: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+            write(x + 1, x)
+            return i + 1, total + x
+
+        start = (torch.zeros((), dtype=torch.int64), torch.zeros(4))
+        _, total = torch.while_loop(lambda i, _: i < 2, body, start)
+        copy = x.clone()
+        write(x + 10, x)
+        return total, copy
+
+    outcomes = []
+    with torch.no_grad():
+        for run in (function, torch.compile(function, fullgraph=True)):
+            x = torch.arange(4.0)
+            outcomes.append([each.tolist() for each in (*run(x), x)])
+    assert outcomes[1] == outcomes[0]
+
+
 @takes_copies_out
 def test_inductor_itself_changes_a_copy_between_two_writes(namespace, monkeypatch):
     # torchop's pass applies to all operators, so remove it.

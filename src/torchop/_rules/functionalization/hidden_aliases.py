@@ -112,9 +112,12 @@ inductor_writes.before_copies_are_removed(keep_returned_copies)
 
 def _is_written_input(node: torch.fx.Node) -> bool:
     """Return whether a node is the value of a graph input after the program has written to it."""
-    base = node.args[0] if node.target in _SCATTERS else inductor_writes.base_of_result(node)
-    return isinstance(base, torch.fx.Node) and any(
+    is_scatter = node.target in _SCATTERS
+    bases = node.args[:1] if is_scatter else inductor_writes.bases_of_result(node)
+    return any(
         source.op == "placeholder" or _is_written_input(source)
+        for base in bases
+        if isinstance(base, torch.fx.Node)
         for source in sources_of(base) - {node}
     )
 
