@@ -87,7 +87,7 @@ def _float_values() -> list[str]:
 
 
 def uncovered_caches() -> dict[str, str]:
-    """Map each cache that ignores changes to operators' rules on this release to a remedy."""
+    """Return a remedy for each cache that ignores changed rules of operators on this release."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
     uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):

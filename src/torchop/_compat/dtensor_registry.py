@@ -26,7 +26,8 @@ class Registration:
     """An operator's sharding strategy, which is registered with DTensor until `undo` is called.
 
     `may_be_stale` is true if DTensor's caches in other threads may still contain placements from an
-    earlier rule for this operator. The caches are thread-local, so this thread cannot clear them.
+    earlier sharding rule for this operator. The caches are thread-local, so this thread cannot
+    clear them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Make Inductor run calls with an effect in the order of the trace.
+"""Make Inductor run calls with a declared side effect in the order of the trace.
 
 Workarounds for three bugs in the lowering of `with_effects` (torch/_inductor/lowering.py), of which
 only the third is left in PyTorch 2.15:

@@ -159,10 +159,10 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 
 
 def records_gradient(module_of_formulas: str) -> bool:
-    """Return whether an autograd formula records a gradient for the call that a mode is handling.
+    """Return whether autograd records the call that a mode is handling, for its backward formula.
 
     Autograd is always disabled inside a mode's handler, so its state does not answer this question.
-    Instead, search the call stack for the `forward` of a formula, which is defined in
+    Instead, search the call stack for the `forward` of an `autograd.Function`, which is defined in
     `module_of_formulas` or in torch/_library/autograd.py.
     """
     if torch.is_grad_enabled():

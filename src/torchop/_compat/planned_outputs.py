@@ -55,7 +55,7 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
 
 
 def forms_in_graphs(qualname: str) -> list[OpOverload]:
-    """Return the forms of an operator that newly compiled graphs may call in its place."""
+    """Return the in-place and out= forms that newly compiled graphs may call instead."""
     config = sys.modules.get("torch._inductor.config")
     divides_at = getattr(config, "custom_should_partition_ops", ())
     # If the user wants Inductor to partition the graph at this operator, leave Inductor's own node

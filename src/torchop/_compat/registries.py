@@ -90,8 +90,8 @@ def fake_source(qualname: str) -> str | None:
 def formula_functions(qualname: str) -> list[Callable[..., Any]]:
     """Return the backward function of an operator that `torch.library.custom_op` defined, if any.
 
-    For other operators, the result is empty, because PyTorch stores their formulas only inside
-    kernels.
+    For other operators, the result is empty, because PyTorch stores their backward formulas only
+    inside kernels.
     """
     function = getattr(published_handle(qualname), "_backward_fn", None)
     return [] if function is None else [function]

@@ -34,7 +34,8 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 _thread = threading.local()  # one mode per thread, because entering a mode is not thread-safe
 
-# Attributes that may differ between the fake and the real tensor, so `supports` must not read them.
+# Attributes that may differ between the fake and the real tensor, so a provider's `supports`
+# function must not read them.
 _OWN = frozenset(
     (
         *("_base", "_is_view", "_version", "storage_offset", "storage", "untyped_storage"),
@@ -52,7 +53,7 @@ class StandInError(RuntimeError):
 
 
 class ReadingStandIns(TorchFunctionMode):
-    """A mode that raises StandInError if code reads an attribute that `supports` must not read."""
+    """A mode that raises StandInError when a `supports` function reads one of these attributes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # When code reads a property, `func` is the `__get__` method of the property object, so take

@@ -174,7 +174,7 @@ _METADATA = ("TensorListMetadata", "Metadata")
 
 
 class StockFormula(NamedTuple):
-    """The parts of an Autograd kernel that torch.library created, with or without a formula.
+    """The parts of an Autograd kernel that torch.library created, even without a backward formula.
 
     `takes_keywords` is true if `setup_context` also receives the keyword-only arguments. `sources`
     are the containers in which `setup_context` was found, as in `StockKernel`. For operators with

@@ -86,7 +86,7 @@ def custom_op(
         compile: pass `"inline"` to let compilers trace into the function and optimize the operators
             in it, or a mapping such as `{"inductor": "inline"}` to do so only for some backends.
             The function then also serves as the default fake kernel. Exported programs still
-            contain the operator itself, and gradients still use the registered formula.
+            contain the operator itself, and gradients still use the registered backward formula.
         priority: the names of providers (alternatives to the kernel), in the order that calls try
             them. The first provider that supports a call runs it; see `register_kernel`.
         residuals: the names and types of extra kernel results that only the backward pass uses,

@@ -74,8 +74,8 @@ def declare(
         kernel,
         Site.of(inspect.unwrap(function) if saved else function, place),
         devices,
-        # Add the tags of the form, because compilers recognize in-place and out= operators only by
-        # these tags.
+        # Add the tags for in-place and out= operators, because compilers recognize these operators
+        # only by their tags.
         tags=tuple(dict.fromkeys((*all_tags, *parsed.form.tags))),
         effect=effect,
         inlined=inlined,

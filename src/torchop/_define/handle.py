@@ -279,8 +279,8 @@ class CustomOp(Registrations, Generic[P, R]):
     ) -> CustomOp[..., Any]:
         """Define the in-place form of this operator, which overwrites the first argument.
 
-        The in-place form calls this operator and copies the result into the argument, so it needs
-        no kernel, fake kernel or formula of its own.
+        The in-place form calls this operator and copies the result into the argument, so you need
+        not register a kernel, a fake kernel or a backward formula for it.
 
         Args:
             name: the name of the new operator. The default is `"ns::name_"`.

@@ -226,14 +226,15 @@ def _define_form(
 
 
 # `torchop/__init__.py` sets this hook to the function `plan` of `_compat/planned_outputs.py`, which
-# registers the forms of an operator with Inductor. This package must not import that module.
+# registers the in-place and out= forms of an operator with Inductor. This package must not import
+# that module.
 plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
-    """Let Inductor replace the functional operator with a form that writes into a buffer."""
+    """Let Inductor replace the functional operator with its out= or in-place form."""
     # Hold only weak references: Inductor's table of replacements stores the function `overload`
-    # below, so strong references would keep the forms alive forever.
+    # below, so strong references would keep the operators alive forever.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -251,7 +252,7 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
 
 
 def _kernels_of(form: Definition) -> object:
-    """Return a form's kernels by device, to compare them with the kernels of another form."""
+    """Return the kernels of an operator by device, to compare them with another form's kernels."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
         # Each call chooses a kernel, so two forms may run different kernels. Return the form

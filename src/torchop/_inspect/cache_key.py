@@ -2,8 +2,8 @@
 
 An operator's rules are the functions and settings that affect compiled graphs, such as its fake
 kernel and its backward formula. PyTorch's persistent caches of compiled graphs identify an operator
-by name alone (pytorch/pytorch#144344), so after an edit of a fake kernel or formula, they would
-still return the old graph. To prevent this, torchop adds a digest (a hash) of the rules of a
+by name alone (pytorch/pytorch#144344), so after an edit of a fake kernel or backward formula, they
+would still return the old graph. To prevent this, torchop adds a digest (a hash) of the rules of a
 graph's operators to the cache key of the graph.
 """
 
@@ -81,7 +81,7 @@ class _Digest(CodeDigest):
 
     @functools.cached_property
     def _known(self) -> dict[str, dict[str, list[str]]]:
-        """The operators with rules: for each namespace, a dict from base names to full names.
+        """The names of operators with fake kernels or other rules, by namespace and base name.
 
         A base name omits the overload, so several operators may share one.
         """

@@ -105,8 +105,8 @@ class NativeCalls:
         raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
-        # The last line lets other threads' calls reach the entry, so first set `dispatch`, the
-        # function that calls fall back to.
+        # The last line lets other threads' calls reach the entry (the C++ object that runs calls),
+        # so first set `dispatch`, the function that calls fall back to.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
 

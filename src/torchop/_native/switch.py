@@ -202,7 +202,7 @@ def _ready(module: ModuleType) -> None:
             for handle in registries.published_handles():
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     _adopt(handle._definition, module)
-                    # If there is a plan, the operator was already used, perhaps only through
+                    # If there is a call plan, the operator was already used, perhaps only through
                     # torch.ops, so let C++ run the calls made through torch.ops too.
                     if handle._definition.has_plan:
                         handle._definition.calls.attach()

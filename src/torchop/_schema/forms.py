@@ -41,7 +41,7 @@ class Form(enum.Enum):
 
     @property
     def tags(self) -> tuple[Tag, ...]:
-        """The tag of the form, if it has one. It has none before PyTorch 2.13."""
+        """The tag for this convention, such as `torch.Tag.out`. Empty before PyTorch 2.13."""
         return tuple(tag for tag, form in _FORMS.items() if form is self)
 
 
@@ -71,8 +71,8 @@ def returned_alias(
 ) -> str:
     """Return the results of an in-place or out= operator, in schema syntax.
 
-    Each result aliases a mutated argument. Whether the form allows these arguments to be mutated is
-    not checked here, because `check_form` does so later.
+    Each result aliases a mutated argument. Whether an operator of this form may mutate these
+    arguments is not checked here, because `check_form` does so later.
     """
     written = [
         index
@@ -100,7 +100,7 @@ def returns_tensors(annotation: Any, count: int) -> bool:
 
 
 def check_form(form: Form, parsed: FunctionSchema) -> None:
-    """Raise SchemaError unless the schema fits the form that the operator's tag stands for."""
+    """Raise SchemaError if the schema does not fit the operator's in-place or out= tag."""
     problem = _problem(form, parsed)
     if problem is not None:
         raise mistake(f"the operator is tagged {form.value}, but {problem}. Got {parsed}.")

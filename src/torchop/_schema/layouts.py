@@ -73,7 +73,7 @@ channels_last = Layout("channels_last", {4: torch.channels_last, 5: torch.channe
 
 
 def declared_layouts(annotations: Mapping[str, object]) -> dict[str, Layout]:
-    """Return the memory layouts that a function's annotations declare, by parameter."""
+    """Return a dict from parameters to the memory layouts that their annotations declare."""
     found: dict[str, Layout] = {}
     for name, annotation in annotations.items():
         layouts = dict.fromkeys(_layouts_in(annotation))

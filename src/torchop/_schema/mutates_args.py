@@ -85,7 +85,7 @@ def mutated_arguments(
 
 
 def is_inside(place: str, name: str) -> bool:
-    """Return whether `name` names the value at `place`, or a structure that contains the value."""
+    """Return whether `name` is the path `place`, or a parent of it, as `cfg` is of `cfg.weight`."""
     return f"{place}.".startswith(f"{name}.")
 
 

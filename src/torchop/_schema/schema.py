@@ -70,7 +70,7 @@ class Schema:
 
     Get the schema of an operator with `Operator(op, ...).schema`, wrap a `torch.FunctionSchema`
     with `Schema(op._schema)`, or parse text with `Schema.parse(text)`. The last two do not detect
-    the form of the operator, so there `form` is `Form.PLAIN` by default.
+    in-place and out= operators, so their `form` is `Form.PLAIN` by default.
 
     Args:
         parsed: a `torch.FunctionSchema`.

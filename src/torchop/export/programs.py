@@ -1,8 +1,8 @@
 """Save and load exported programs, with the names of the modules that define their operators.
 
 Exported programs and AOTInductor packages are zip files. To find out which operators a program
-calls, torchop reads the entries that PyTorch writes, and stores the names of the operators' modules
-in the same file.
+calls, torchop reads the entries that PyTorch writes, and stores the names of the modules that
+define these operators in the same file.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torchop.extend import Operator, OpName, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
-# The name of the zip entry that lists the modules of an exported program's operators.
+# The name of the zip entry that lists the modules that define an exported program's operators.
 _MANIFEST = "torchop_operators.json"
-# A package lists the modules of its operators under this metadata key.
+# A package lists the modules that define its operators under this metadata key.
 METADATA = "torchop_operators"
 _DEVICE = "AOTI_DEVICE_KEY"  # the metadata key under which a package stores its device type
 # PyTorch's current file format stores extra files in the folder `extra`, and the format before that
@@ -197,8 +197,8 @@ def modules_of(ep: ExportedProgram) -> str:
 
 
 # Reads one entry of a zip file, given the entry's name and a function that returns its contents.
-# Returns the JSON that maps operators to modules (None if this is another entry), and the operators
-# that the program calls according to the entry.
+# Returns the JSON that maps operators to modules (None if the entry does not contain it), and the
+# operators that the program calls according to the entry.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 

@@ -28,7 +28,7 @@ class checking(Block):  # noqa: N801  (called like a function)
 
     The `with` block checks all kernels registered with torchop that run in this thread or in its
     backward passes, including kernels called by compiled code and by other kernels. For operators
-    defined with torchop, it also checks autograd formulas: `backward` must not write into its
+    defined with torchop, it also checks backward formulas: `backward` must not write into its
     incoming gradients, and `setup_context` must not write into inputs and outputs. With
     `torch.compile`, formulas run only while a graph is being compiled, so compile inside the block.
     Operators of other packages are checked through a `TorchDispatchMode`, except for the operators

@@ -288,6 +288,6 @@ class WritingKernels:
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Allocate `count` results that have the metadata of the argument at position `place`."""
+    """Allocate `count` results with the same metadata as the argument `args[place]`."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]

@@ -6,8 +6,8 @@ created an `autograd.Function`. Its inputs are the arguments that the dispatcher
 with lists of tensors flattened.
 
 Before the dispatcher calls a Python kernel, it drops the arguments that equal their default, if
-they are keyword-only or at the end of the positional arguments. In native calls, C++ drops these
-arguments for kernels and formulas.
+they are keyword-only or at the end of the positional arguments. In native calls, which skip the
+dispatcher, C++ drops these arguments before it calls kernels and formulas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchop._schema.schema import Schema
 def find(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Any, Gradient, tuple[Any, ...]]:
-    """Find out how native calls to an operator record gradients.
+    """Find out how native calls (without the dispatcher) to an operator record gradients.
 
     Return a tuple of three values:
     - the kernel at the Autograd key, which native calls skip, or None if there is none;

@@ -68,7 +68,7 @@ def find_kernels(
         else:
             plain.append(kernel)
     # If libraries have replaced the kernels of `torch.library.custom_op` for all devices of this
-    # process, native calls run the replacements instead.
+    # process, native calls (without the dispatcher) run the replacements instead.
     if stock and (is_stock_used or not plain):
         # Leave out kernels that were not created by `torch.library.custom_op`, because they need a
         # different check of results, and a call plan can have only one.
@@ -106,10 +106,11 @@ def _finish(
 ) -> tuple[Finish, Callable[[Any], Any] | None]:
     """Return the functions that check and convert results: `finish` and `convert` of `Kernels`.
 
-    The C++ dispatcher converts results, so native calls must convert them too. But results are not
-    converted if PyTorch dispatches a call in Python. So if all calls enter the C++ dispatcher,
-    `finish` both checks and converts results. If only some calls do, `finish` only checks results,
-    and the extension applies `convert` in the calls that would enter the C++ dispatcher.
+    The C++ dispatcher converts results, so native calls, which skip it, must convert them too. But
+    results are not converted if PyTorch dispatches a call in Python. So if all calls enter the C++
+    dispatcher, `finish` both checks and converts results. If only some calls do, `finish` only
+    checks results, and the extension applies `convert` in the calls that would enter the C++
+    dispatcher.
     """
     convert = _conversion(str(name), schema)
     check = _unchecked if stock is None else stock.check

@@ -1,4 +1,4 @@
-"""Find kernels and formulas that were registered with torchop for operators it did not create.
+"""Find kernels and backward formulas registered with torchop for operators it did not create.
 
 `Library.impl` registers a wrapper, so find the user's function in the wrapper. `register_kernel`
 and `register_autograd` store the user's function in a `Definition`, which registers its own
@@ -32,7 +32,7 @@ KERNEL_ATTRIBUTE = "_torchop_kernel"
 
 
 class Kernels(NamedTuple):
-    """An operator's kernels for native calls, and how to check and convert their results.
+    """An operator's kernels for calls without the dispatcher, and how to check and convert results.
 
     For each kernel, `pairs` contains the function in the dispatcher's table, and the function that
     C++ calls instead. The other fields are arguments of the class `Plan` in `_call_path.pyi`.
@@ -77,10 +77,11 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
 def registered_kernels(
     native: Any, name: OpName, prefixes: Iterable[str] = (BACKEND, AUTOGRAD)
 ) -> dict[Any, Callable[..., Any]]:
-    """Map each kernel that torchop registered in the dispatcher to the function that C++ runs.
+    """Map each kernel that torchop registered to the function that the C++ extension calls instead.
 
-    If the kernel was registered with `Library.impl`, it is a wrapper, and C++ runs the user's
-    function inside it. If a `Definition` registered the kernel, C++ runs the kernel itself.
+    If the kernel was registered with `Library.impl`, it is a wrapper, and the extension calls the
+    user's function inside it. If a `Definition` registered the kernel, the extension calls the
+    kernel itself.
     """
     keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
     kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
@@ -100,8 +101,8 @@ def _is_of_definition(kernel: Any) -> bool:
 def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] | None, Gradient]:
     """Return the Autograd kernel that `register_autograd` installed, and how to record gradients.
 
-    The second value is the argument `gradient` of `Plan`. Both values are None if no formula was
-    registered with torchop.
+    The second value is the argument `gradient` of `Plan`. Both values are None if no backward
+    formula was registered with torchop.
     """
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"{AUTOGRAD}{backend}")

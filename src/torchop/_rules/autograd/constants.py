@@ -78,7 +78,8 @@ class Computed(NamedTuple):
         needed = dict(zip((n for n, flag in enumerate(flags) if flag), edges, strict=False))
         sources = operands & needed.keys()
         # A tensor that requires grad needs no guard: `setup_context`, which runs without autograd,
-        # did not compute it, and if it is a residual, it has a guard already.
+        # did not compute it, and if it is a residual (a kernel output for the backward pass), it
+        # has a guard already.
         if not sources or not isinstance(tensor, Tensor) or tensor.requires_grad:
             return tensor
         raw = autograd.raw_saved_tensors(ctx) if self.operands else ()

@@ -176,7 +176,7 @@ class StructuredConvention(Convention):
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """Save nothing: the `setup_context` of formulas that need only the incoming gradients."""
+    """Save nothing: the `setup_context` of formulas that only need the incoming gradients."""
 
 
 class StructuredCall:
@@ -204,7 +204,7 @@ class StructuredCall:
 
 
 class Context:
-    """A proxy for a formula's `ctx`.
+    """A proxy for the `ctx` of a backward or forward-mode formula.
 
     For a structured argument, `needs_input_grad` holds a mapping from field names to bools.
     """
@@ -217,7 +217,7 @@ class Context:
         object.__setattr__(self, "_structure", structure)
 
     def save_for_backward(self, *values: Any) -> None:
-        """Save tensors and structures, which `saved_tensors` later returns in the same form."""
+        """Save tensors and structures, such as dataclasses, which `saved_tensors` later returns."""
         saved.save(self._context, values)
 
     @property

@@ -33,7 +33,7 @@ class _Object(NamedTuple):
 
 
 def save(ctx: Any, values: Iterable[Any]) -> None:
-    """Save values, including structures, to be returned by `saved`."""
+    """Save values, including structures such as dataclasses, to be returned by `saved`."""
     tensors: list[Any] = []
     templates = [_template(value, tensors) for value in values]
     is_plain = all(template is _TENSOR for template in templates)

@@ -146,7 +146,7 @@ class Structure:
         return gathered if self._returns_tuple else (gathered,)
 
     def spread_gradients(self, returned: Any, statics: Mapping[str, Any]) -> dict[str, Any]:
-        """Split the gradients that a formula returned into one gradient per flat argument."""
+        """Split the gradients from a backward formula into one per argument in the schema."""
         inputs = self.positional_parameters
         # Only a plain tuple holds the gradients of several arguments. A NamedTuple is the gradient
         # of a single structured argument.

@@ -77,8 +77,8 @@ def counts(subject: Subject, example: Example) -> Iterator[Case]:
 def unequal(subject: Subject, example: Example) -> Iterator[Case]:
     """Enlarge one of two equal dimensions of a tensor, so that a square matrix becomes non-square.
 
-    A formula or fake kernel that mixes up two dimensions still gives correct results for square
-    matrices, so the original example does not reveal the bug.
+    A backward formula or fake kernel that mixes up two dimensions still gives correct results for
+    square matrices, so the original example does not reveal the bug.
     """
     # C++ kernels may read out of bounds if the shapes of their arguments do not match, so change
     # shapes for Python kernels only.

@@ -283,7 +283,7 @@ class _Run:
         if declined is not None:
             raise CannotCheck(declined)
         # Run only the kernel here. If the kernel raises, the operator rejects the arguments, but an
-        # exception from the autograd formula may be a bug, so leave it to the probe.
+        # exception from the backward formula may be a bug, so leave it to the probe.
         with restored(), torch.no_grad():
             error = call.record.error
         if error is None:

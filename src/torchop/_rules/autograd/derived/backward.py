@@ -50,8 +50,8 @@ class DerivedFormula(Formula):
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Call the kernel. Return the result, and the packed ambient state or None.
 
-        The ambient state is the state that the backward must restore to run the body again, such as
-        the states of random number generators.
+        The ambient state is the state that the backward pass must restore to run the body again,
+        such as the states of random number generators.
         """
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         values = (*filled, *keywords.values())
@@ -68,9 +68,10 @@ class DerivedFormula(Formula):
                 return call(), None
             if not is_batched and (
                 tracing.is_tracing(tensors)
-                # When selective checkpointing repeats the forward, it may return the cached result
-                # of the first call. The backward then needs the generator state of the first call.
-                # `name__training` returns this state, so it is cached together with the result.
+                # When selective checkpointing repeats the forward pass, it may return the cached
+                # result of the first call. The backward pass then needs the generator state of the
+                # first call. `name__training` returns this state, so it is cached together with the
+                # result.
                 or (training.draws_numbers and checkpointing.selective_checkpointing_is_active())
             ):
                 result, packed = training(args, kwargs)
@@ -131,7 +132,7 @@ class DerivedFormula(Formula):
         because the body may have drawn random numbers and then reset the generator.
         """
         call, tensors = split_tensors(args, kwargs)
-        # Do not replace missing gradients with zeros, because the backward skips outputs whose
+        # Do not replace missing gradients with zeros, because the backward pass skips outputs whose
         # gradient is None.
         ctx.set_materialize_grads(False)
         ctx._torchop_call = call

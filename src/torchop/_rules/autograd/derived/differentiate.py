@@ -32,7 +32,7 @@ class Rerun(NamedTuple):
     state: Tensor | None  # the packed ambient state of the first run
 
     def in_saved_state(self, run: Callable[[list[Tensor]], Result]) -> Result:
-        """Call `run` with inputs that require grad, in the ambient state of the forward.
+        """Call `run` with inputs that require grad, in the ambient state of the forward pass.
 
         The ambient state consists of the states of random number generators and settings such as
         autocast.
@@ -43,8 +43,8 @@ class Rerun(NamedTuple):
             pairs = zip(self.tensors, self.needed, strict=True)
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
-        # If only the backward runs under vmap, all elements of the batch must draw the same random
-        # numbers as the forward, so ignore vmap's `randomness` argument.
+        # If only the backward pass runs under vmap, all elements of the batch must draw the same
+        # random numbers as the forward pass, so ignore vmap's `randomness` argument.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
@@ -231,7 +231,7 @@ def _left_autograd(definition: Definition, problem: str) -> GradientError:
     )
 
 
-# The Tensor methods through which other libraries, such as NumPy, access a tensor's data
+# The Tensor methods through which other libraries, such as NumPy, access a tensor's data.
 _EXPORTS_DATA = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 
 

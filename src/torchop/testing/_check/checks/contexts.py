@@ -361,7 +361,8 @@ def autocast(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         if any(t.dtype is torch.float32 for t in example.tensors):
             yield Case("torch.autocast", example, probe=runs_in_autocast)
-            # An autocast rule that wrongly caches cast arguments would use those of the first call.
+            # An autocast rule that wrongly caches cast arguments would reuse those of the first
+            # call.
             others = Example(*probes.other_values(tuple(example)))
             options = {"before": tuple(example)}
             label = "torch.autocast, after other values"
@@ -374,8 +375,8 @@ def autocast(subject: Subject, details: Details) -> Iterator[Case]:
 def _with_one_in_half(subject: Subject, example: Example) -> Iterator[Case]:
     """Yield calls with one argument in float16, if the operator has an autocast rule.
 
-    The rule must cast the argument to the dtype of the region, like those in float32. Without
-    autocast the operator may refuse such calls.
+    The autocast rule must cast this argument to the dtype of the autocast region, just as it casts
+    arguments in float32. Without autocast, the operator may reject such calls.
     """
     key = f"Autocast{dispatch.dispatch_key_name(example.tensors[-1].device.type)}"
     if not subject.operator.has_kernel(key):

@@ -52,7 +52,7 @@ def gradients_are_right_if_broadcast(call: Call, is_double: bool = True) -> None
         probes.gradients(function, inputs)
     except RuntimeError as error:
         # These two errors, of autograd and of torchop, report a gradient of the wrong shape, which
-        # is a failure. Any other exception means that the formula rejects the call.
+        # is a failure. Any other exception means that the backward formula rejects the call.
         is_of_autograd = "returned an invalid gradient" in str(error)
         if not is_of_autograd and not isinstance(error, GradientError):
             raise CannotCheck(f"backward refuses it: {reason(error)}") from None

@@ -168,7 +168,7 @@ def _shares_memory(value: Any, tensor: Tensor) -> bool:
 
 
 def incoming_gradients_are_kept(call: Call) -> None:
-    """Check that the formula modifies neither incoming gradients nor arguments in place.
+    """Check that the backward formula modifies neither incoming gradients nor arguments in place.
 
     Autograd may pass the same gradient tensor to several nodes, so the other nodes would read the
     modified values.
@@ -274,7 +274,7 @@ def trainable_example(subject: Subject) -> Example | None:
     """Return the first accepted example, with floating-point tensors that require grad.
 
     Return None if the example has no such tensors, or if the operator mutates arguments or has no
-    autograd formula.
+    backward formula.
     """
     if subject.schema.is_mutable:
         return None
@@ -339,7 +339,7 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def with_formula(subject: Subject, label: str, probe: Any, order: int = 1) -> Iterator[Case]:
-    """Yield cases for up to two examples that require grad, if the formula supports this order."""
+    """Yield cases for up to two examples that require grad, if derivatives of `order` exist."""
     needs_formula(subject, order)
     for example in subject.trainable_examples[:2]:
         yield gradient_case(label, example, probe=probe)

@@ -230,8 +230,8 @@ def gradients_are_made_anew(call: Call) -> None:
 def gradients_are_linear(call: Call) -> None:
     """Check that gradients are right if every incoming gradient is 1, or 0.
 
-    A formula may have a separate branch for these values. Other checks pass random values, and
-    gradients are linear in them, so compare with the sum of the gradients for two such values.
+    A backward formula may have a separate branch for these values. Other checks pass random values,
+    and gradients are linear in them, so compare with the sum of the gradients for two such values.
     """
     function, inputs = call.function()
 
