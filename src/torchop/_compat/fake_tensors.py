@@ -20,6 +20,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch._subclasses.fake_tensor import (
+    UnsupportedOperatorException as UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchop._compat.classes import FakeImplCtx, OpOverload

@@ -159,3 +159,44 @@ def test_fake_kernel_that_returns_its_argument_is_compared_with_the_schema(names
         report = check(name, (torch.ones(3),), only="subsystems.fake", raise_exception=False)
     (failure,) = report.failures
     assert "'x', but the schema declares a new tensor" in failure.message
+
+
+def test_missing_fake_kernel_is_named(namespace: str) -> None:
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("bare(Tensor x) -> Tensor")
+        library.impl("bare", lambda x: x + 1, "CPU")
+        name = f"{namespace}::bare"
+        report = check(name, (torch.ones(3),), only="subsystems.fake", raise_exception=False)
+    (failure,) = report.failures
+    assert f"{name} has no fake kernel" in failure.message
+    assert failure.message.endswith("Register one with register_fake.")
+
+
+@pytest.mark.parametrize(
+    ("is_contiguous", "advice"),
+    [
+        (True, "memory_format=torch.contiguous_format"),
+        (False, "Return these strides from the fake"),
+    ],
+    ids=["contiguous", "other strides"],
+)
+def test_advice_on_strides(namespace: str, is_contiguous: bool, advice: str) -> None:
+    def like_the_argument(values: Tensor) -> Tensor:
+        return torch.empty_like(values)
+
+    def contiguous(values: Tensor) -> Tensor:
+        return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+    kernel, fake = like_the_argument, contiguous
+    if is_contiguous:
+        kernel, fake = fake, kernel
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda values: kernel(values).fill_(1),
+        mutates_args=(),
+        schema="(Tensor values) -> Tensor",
+    )
+    op.register_fake(fake)
+    report = check(op, (torch.ones(2, 3),), only="subsystems.fake", raise_exception=False)
+    (failure,) = report.failures
+    assert advice in failure.message

@@ -42,7 +42,13 @@ def describes_results(call: Call, symbols: bool = False) -> None:
         return results[0]
 
     with mode:
-        actual = probes.outcome(call.op, args, kwargs, noted)
+        try:
+            actual = probes.outcome(call.op, args, kwargs, noted)
+        except fake_tensors.UnsupportedOperatorException as error:
+            raise AssertionError(
+                f"{error.func.name()} has no fake kernel, so compilers cannot determine the shapes "
+                "and dtypes of its results. Register one with register_fake."
+            ) from error
     if symbols:
         fake_tensors.check_symbols(mode, actual)
     whose = "the fake kernel with symbolic sizes" if symbols else "the fake kernel"
@@ -117,9 +123,10 @@ def assert_same_metadata(
             continue
         for name, described, actual in _metadata(fake, real):
             if described != actual:
+                advice = _advice_on_strides(real) if "stride" in name else ""
                 raise AssertionError(
                     f"{what} {index} has {name} {actual} from the kernel, but {described} from "
-                    f"{whose}.{_CONTIGUOUS if 'stride' in name else ''}"
+                    f"{whose}.{advice}"
                 ) from WrongMetadata(f"{what} {index}: {name.split()[-1]}")
 
 
@@ -158,10 +165,13 @@ def _known(symbol: Any, number: int) -> int:
     return number if hint is None else hint
 
 
-_CONTIGUOUS = (
-    " If the kernel returns a contiguous tensor for all strides of x: "
-    'register_fake(like="x", memory_format=torch.contiguous_format).'
-)
+def _advice_on_strides(real: Tensor) -> str:
+    if not real.is_contiguous():
+        return " Return these strides from the fake kernel, or a contiguous tensor from the kernel."
+    return (
+        " If the kernel returns a contiguous tensor for all arguments, create the fake result with "
+        "x.new_empty(...), or with torch.empty_like(x, memory_format=torch.contiguous_format)."
+    )
 
 
 def fakes_beside_scalars(call: Call, device: str) -> None:
