@@ -1,4 +1,4 @@
-"""Compile the plans from which the C++ extension runs calls, and own the operators' entries."""
+"""Compile the plans for calls without the dispatcher, and own the C++ objects that run them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class NativeCalls:
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
-        """Compile a call plan. The C++ entry calls this if a call finds no plan."""
+        """Compile a call plan. The C++ object that runs calls uses this if a call finds no plan."""
         while self.entry.plan is None:
             compute_then_publish(self._compile, self._publish, lambda: self._version)
         self._native.log_fallbacks(logs.calls.isEnabledFor(logging.INFO))
@@ -171,7 +171,8 @@ class OwnCalls(NativeCalls):
             self._take_calls(definition.overload)
             self._bypass_kernels()
             # A call to the packet tries the overloads in order, so C++ can run a call to this
-            # overload only if the earlier overloads have entries too. Create these entries.
+            # overload only if the earlier overloads have entries (C++ objects that run calls) too.
+            # Create these entries.
             for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and other.calls is not None:
@@ -210,7 +211,8 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        # If the Python plan was compiled before the extension was loaded, `attach` has not run yet.
+        # If the call plan was compiled before the C++ extension was loaded, `attach` has not run
+        # yet.
         self.attach()
         return self.compiled(plan)
 
@@ -262,7 +264,7 @@ def is_returnable(schema: Schema) -> bool:
 
 
 def unknown_type(schema: Schema, plan: Plan) -> str:
-    """Describe the argument or result whose type native calls do not support."""
+    """Describe the argument or result whose type calls without the dispatcher do not support."""
     if plan.unknown_parameter is not None:
         arguments = arguments_alone(schema.written)
         what = f"argument '{arguments[plan.unknown_parameter]}'"

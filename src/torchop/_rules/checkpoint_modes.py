@@ -40,8 +40,9 @@ def install(definition: Definition) -> None:
     """Prevent compilers from recomputing a random operator in the backward pass.
 
     This is a no-op for operators that mutate arguments, because their functionalization rule
-    already prevents the recomputation. It also skips helper operators, because the code that
-    defines a helper operator calls `register_for_checkpoints` itself.
+    already prevents the recomputation. It also skips helper operators (which replace others in
+    compiled graphs), because the code that defines a helper operator calls
+    `register_for_checkpoints` itself.
     """
     declaration = definition.declaration
     if (
@@ -63,9 +64,10 @@ def register_for_checkpoints(
 
     These are only defaults: a torch_dispatch rule registered by the user takes precedence.
 
-    For a helper operator, pass the original operator as `op`. Policy functions then receive `op`
-    instead of the helper operator, which users do not know. `extra` names a keyword argument that
-    only the helper operator has, so it is not passed to policy functions either.
+    For a helper operator, which replaces another operator in compiled graphs, pass the original
+    operator as `op`. Policy functions then receive `op` instead of the helper operator, which users
+    do not know. `extra` names a keyword argument that only the helper operator has, so it is not
+    passed to policy functions either.
     """
     for mode, rule in rules_by_mode(op, extra).items():
         definition.registered.add_default_rule(mode, rule)

@@ -1,4 +1,4 @@
-"""AOTInductor packages that name the modules of their operators, or contain C++ kernels."""
+"""AOTInductor packages that list the modules defining their operators, or contain C++ kernels."""
 
 from __future__ import annotations
 

@@ -217,9 +217,9 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             gradients.check_fit(definition, flat, inputs, ctx)
         return flat
 
-    # `make_backward` is called twice. Compiled autograd traces the backward with
+    # `make_backward` is called twice. Compiled autograd traces the backward function with
     # `are_plain_in_python`, which therefore must not call C++ code. The autograd engine runs the
-    # backward with the C++ check, or an implementation entirely in C++.
+    # backward function with the C++ check, or an implementation entirely in C++.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output

@@ -84,8 +84,9 @@ from torchop._schema.schema import Schema
 def install(definition: Definition) -> Callable[[], None] | None:
     """Install the functionalization rule for a new operator if it mutates arguments.
 
-    Helper operators need no such rule, because PyTorch functionalizes them correctly. The caller
-    must call the returned function once the operator is defined.
+    Helper operators, which replace other operators in compiled graphs, need no such rule, because
+    PyTorch functionalizes them correctly. The caller must call the returned function once the
+    operator is defined.
     """
     if not definition.schema.is_mutable or definition.declaration.is_helper:
         return None

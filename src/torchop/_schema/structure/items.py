@@ -22,7 +22,7 @@ class Items(Node):
     tensors, and the value itself for anything else.
 
     Attributes:
-        item: the node of one item. Its path ends in `[*]`.
+        item: the tree node for the annotation of one item. Its path ends in `[*]`.
     """
 
     def __init__(self, path: str, item: Node, container: type) -> None:

@@ -17,7 +17,8 @@ from torchop._schema.kinds import Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, Shape, as_mapping
 from torchop._schema.structure.source import Source
 
-# Maps each leaf's name to the variable that holds the leaf's value in generated code.
+# Maps the name of each leaf (an argument or result in the schema) to the variable that holds its
+# value in generated code.
 Variables = Mapping[str, str]
 
 
@@ -48,7 +49,7 @@ class Node:
             yield from part.keys_of_tensors()
 
     def set_default(self, value: Any) -> None:
-        """Set the defaults of all leaves.
+        """Set the defaults of all leaves, which are the arguments in the schema.
 
         `value` is the default of the whole argument or field, or `MISSING` if it has no default.
         """
@@ -57,7 +58,8 @@ class Node:
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         """Emit statements that assign the parts of a value to the leaves' variables.
 
-        `value` is a Python expression for the value.
+        `value` is a Python expression for the value. Each leaf is an argument or result in the
+        schema.
         """
         raise NotImplementedError
 
@@ -68,13 +70,13 @@ class Node:
     def gather(self, values: Mapping[str, Any]) -> Any:
         """Group values of the leaves, such as gradients, into a mapping from field names.
 
-        `values` maps leaf names to values. It may also hold static (non-tensor) parts of the call
-        by name, such as the keys of a dict.
+        `values` maps the names of leaves (arguments or results in the schema) to values. It may
+        also hold static (non-tensor) parts of the call by name, such as the keys of a dict.
         """
         return None  # for nodes without tensors
 
     def spread(self, value: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Split `value` into a dict from leaf names to values.
+        """Split `value` into a dict from the names of arguments or results in the schema to values.
 
         `value` is an object of this structure, a mapping from field names to values, or None.
         `known` holds the static (non-tensor) parts of the call by name.

@@ -44,7 +44,7 @@ class UnsupportedTypeError(Exception):
 
 
 def build_result(annotation: Any, path: str = RESULT, inside: tuple[Any, ...] = ()) -> Node:
-    """Build the tree of a result, or of a field of a result.
+    """Build the annotation tree of a result, or of a field of a result.
 
     Tensors and ints become leaves, i.e. results in the schema. All other values become static
     parts, which are stored in the layout. `inside` lists the types of the enclosing structures.
@@ -76,7 +76,7 @@ def check_end(path: str, annotation: Any, inside: tuple[Any, ...], verb: str) ->
 
 
 def _leaf(annotation: Any, path: str, *, optional: bool) -> Leaf | None:
-    """Build the node of a tensor, of a list or tuple of tensors, or of an int."""
+    """Build the tree node of a tensor, of a list or tuple of tensors, or of an int."""
     if annotation is torch.Tensor:
         return result_leaf(path, "Tensor?" if optional else "Tensor")
     if optional:
@@ -100,7 +100,7 @@ def _container(annotation: Any) -> Container | None:
 
 
 def _items(annotation: Any, path: str, inside: tuple[Any, ...]) -> Items | None:
-    """Build the node of a list, tuple or dict with items of another type, such as a structure."""
+    """Build the tree node of a list, tuple or dict with items such as dataclasses."""
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is dict and args[0] is str:
         container: type = dict
@@ -130,7 +130,7 @@ def _check_tensors(leaf: Leaf) -> None:
 
 
 def _objects(annotation: Any, path: str) -> Leaf | Static | None:
-    """Build the node of an object of an opaque type, or of a list or tuple of such objects."""
+    """Build the tree node of an opaque object, or of a list or tuple of opaque objects."""
     kind = leaf_kind(annotation)
     if kind is None or not is_object(kind):
         return None
@@ -193,7 +193,7 @@ _NUMBERS = ("float", "Scalar", "float[]", "Scalar[]")
 
 
 def _static(annotation: Any, path: str) -> Static | None:
-    """Build the node of a value other than a tensor or int, such as a string or a dtype."""
+    """Build the tree node of a value other than a tensor or int, such as a string or a dtype."""
     kind = leaf_kind(annotation)
     is_int = types.strip_optional(annotation)[0] is int
     if kind is None or is_int or kind.schema not in (*_SINGLE, "SymInt", *_LISTS):

@@ -29,7 +29,7 @@ _LAYOUT = "(layout)"
 
 
 class Structure:
-    """Generates the functions that convert between objects and flat values, for one operator.
+    """Generates the functions that convert between objects and flat values (single fields).
 
     Attributes:
         result: the annotation tree of the result, which is a single leaf if the result needs no
@@ -59,8 +59,9 @@ class Structure:
         if self._statics:
             places = [static.path for static in self.result.statics()]
             self.layouts = Layouts(op, places)
-        # The results of the flat operator. If the author's result has parts that are not tensors,
-        # the last flat result is an int that identifies their values (see `layouts`).
+        # The results of the flat operator (the operator as PyTorch sees it). If the author's result
+        # has parts that are not tensors, the last flat result is an int that identifies their
+        # values (see `layouts`).
         self._flat = [leaf.name for leaf in self.result.leaves()]
         self._flat += [_LAYOUT] * bool(self._statics)
         self.decisions = Decisions(op, [n.path for n in self.result.leaves()], self._layout_of)
@@ -97,9 +98,9 @@ class Structure:
     ) -> tuple[Any, ...]:
         """Group values by parameter.
 
-        `values` holds one value, such as a tangent, for each positional leaf. The result holds one
-        item for each positional parameter; for a structure, the item is a mapping from field names
-        to values. `statics` is the result of `statics_of_call`.
+        `values` holds one value, such as a tangent, for each positional argument of the schema. The
+        result holds one item for each positional parameter; for a structure, the item is a mapping
+        from field names to values. `statics` is the result of `statics_of_call`.
         """
         flat = {**statics, **dict(zip([x.name for x in self.positional], values, strict=False))}
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
@@ -108,7 +109,8 @@ class Structure:
         """Return the values of a call that determine the structure of its gradients, by name.
 
         These are the keys of dicts in the arguments, and the static (non-tensor) parts of the
-        result. `flat` is the result of the flat operator.
+        result. `flat` is the result of the operator as PyTorch sees it, with one tensor or number
+        per field.
         """
         statics = self.keys_of_call(kwargs)
         if self.layouts is not None:

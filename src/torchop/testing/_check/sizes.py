@@ -63,7 +63,7 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
 BLOCKS = (1025, 65537)
 # A size that no common tile size or vector width divides.
 ODD = 127
-# The same, and a size that most tile sizes divide.
+# `ODD`, and a size that most tile sizes divide.
 TILES = (ODD, 1024)
 # The maximum number of elements of an enlarged example, and also of its results. With this limit, a
 # call takes less than a second.

@@ -354,7 +354,7 @@ def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrange
 def int8(subject: Subject, example: Example) -> Cases:
     for place, tensor in enumerate(example.tensors):
         is_byte = tensor.dtype in (torch.int8, torch.uint8)
-        # Kernels in Python refuse indices out of bounds.
+        # Kernels in Python reject indices that are out of bounds.
         is_safe = subject.operator.function is not None or not may_be_places(tensor, example)
         if is_byte and is_safe:
             limits = torch.iinfo(tensor.dtype)

@@ -2,7 +2,7 @@
 
 The ambient state consists of the states of the random number generators, the autocast settings, the
 default dtype and the default device. The whole state is packed into one byte tensor, because both
-autograd and compiled graphs pass tensors from the forward to the backward.
+autograd and compiled graphs pass tensors from the forward pass to the backward pass.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Reject random numbers that a backward could not reproduce
+# Reject random numbers that a backward pass could not reproduce
 
 _WHILE_CAPTURED = (
     "A graph is being captured on the device, so the state of the generator can be neither read "

@@ -109,7 +109,7 @@ _LEADING = 3
 
 
 def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows of `name__backward`, i.e. the transposed rows of `name`.
+    """Return the rows (ways to shard a call) of `name__backward`: the transposed rows of `name`.
 
     The docstring of the module explains how rows are transposed.
     """
@@ -144,7 +144,7 @@ def _with_residuals(
 def _backward_kernel(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Transpose the rows of the forward call to get the rows of `name__backward_kernel`.
+    """Transpose the forward call's rows (ways to shard it) to get the rows of the backward kernel.
 
     If the backward kernel does not take all arguments of the forward call, the forward call cannot
     be reconstructed. In this case, fall back to replicating all tensors, so that every rank

@@ -29,8 +29,8 @@ def treats_elements_alike(call: Call, size: int) -> None:
 
     A vectorized kernel may handle `size // 8 * 8` elements, and forget the rest. Permuting the
     elements moves others to the end, so the results change. They may also change because the
-    operator depends on the order of elements, as `cumsum` does. So require that permutations only
-    permute the results for sizes without a rest.
+    operator depends on the order of elements, as `cumsum` does. So the check fails only if
+    permutations do just permute the results for sizes that are multiples of common vector widths.
 
     If results do not have the dimension, as in a sum or an attention, it is enough that the order
     does not matter for small sizes. A kernel that combines the results of blocks may be wrong from
