@@ -68,11 +68,11 @@ def at_single_level(run: Callable[[], Any]) -> Any:
 
 
 def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
-    """Call `run` in the forward of an autograd function, with reverse and forward mode enabled.
+    """Call `run` in the `forward` of an autograd function, with reverse and forward mode enabled.
 
-    `autograd.Function.apply` disables reverse-mode and forward-mode autograd while the forward
-    runs, but a transform around the call, such as `torch.func.grad`, must still be able to
-    differentiate the code in the forward.
+    `autograd.Function.apply` disables reverse-mode and forward-mode autograd while `forward` runs,
+    but a transform around the call, such as `torch.func.grad`, must still be able to differentiate
+    the code in `forward`.
     """
     keys = same_keys()
     with above_autograd(), keys:

@@ -307,8 +307,9 @@ def _choices(
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
     """Yield each row of placements unchanged, and then with `_StridedShard` in place of `Shard`.
 
-    `current` contains the current placements of the inputs. The second form is yielded for each
-    split factor in `current`, so that strided shards among the inputs need not be redistributed.
+    `current` contains the current placements of the inputs. The rows with `_StridedShard` are
+    yielded for each split factor in `current`, so that strided shards among the inputs need not be
+    redistributed.
     """
     yield from rows
     factors = {p.split_factor for p in current if type(p).__name__ == "_StridedShard"}

@@ -96,18 +96,18 @@ def is_cpp_function(function: Any) -> bool:
     return is_wrapped or is_pytorchs or isinstance(function, BuiltinFunctionType)
 
 
-# Packets in these namespaces must not try native calls, because they could run the wrong overload.
-# PyTorch accepts a number for an argument of type Tensor there (`opAllowsNumbersAsTensors` in
-# torch/csrc/jit/python/init.cpp). But a native call rejects the number, so the packet would skip
-# the overload that PyTorch selects and move on to the next.
+# Packets in these namespaces must not try native calls (without the dispatcher), because they could
+# run the wrong overload. PyTorch accepts a number for an argument of type Tensor there
+# (`opAllowsNumbersAsTensors` in torch/csrc/jit/python/init.cpp). But a native call rejects the
+# number, so the packet would skip the overload that PyTorch selects and move on to the next.
 _NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
 
 
 def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     """Make a packet try native calls to its overloads, in the order in which PyTorch tries them.
 
-    At the first overload without native calls, the packet falls back to PyTorch's function, which
-    then selects the overload.
+    A native call skips the dispatcher. At the first overload without native calls, the packet falls
+    back to PyTorch's function, which then selects the overload.
     """
     function: Any = packet._op
     while isinstance(function, operator):
@@ -124,8 +124,9 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     # is the hash of the packet's `_op`, and an `operator` preserves it.
     if not any(entries) and hash(function) != hash(packet):
         function = operator(packet, None, function)
-    # Build a linked list of functions, one for each overload that can try native calls. Stop at the
-    # first overload without an entry (the C++ object that tries native calls).
+    # Build a linked list of functions, one for each overload that can try native calls (without the
+    # dispatcher). Stop at the first overload without an entry (the C++ object that tries native
+    # calls).
     chain = None
     for entry in reversed(entries):
         chain = operator(packet, entry, function, chain) if entry else None

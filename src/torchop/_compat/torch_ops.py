@@ -107,7 +107,7 @@ class RaisingFunction:
 
 
 class RaisingPacketFunction(RaisingFunction):
-    """The function of a packet whose operator was deregistered.
+    """The function of a packet (OpOverloadPacket) whose operator was deregistered.
 
     If a new operator of the same name is registered, this function calls it. Otherwise it raises
     OperatorGoneError.
@@ -122,9 +122,9 @@ class RaisingPacketFunction(RaisingFunction):
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
         function = getattr(packet, "_op", None)
         calls = (function, getattr(function, "dispatch", None))
-        # Raise if no operator of this name is registered. Also raise if the packet still has this
-        # function, since this means that PyTorch deregistered the operator without notifying
-        # torchop.
+        # Raise if no operator of this name is registered. Also raise if the packet
+        # (OpOverloadPacket) still has this function, since this means that PyTorch deregistered the
+        # operator without notifying torchop.
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)

@@ -57,7 +57,7 @@ def set_checker(new: Checker | None) -> None:
 
 
 def recompile_for_checking(plan: _Plan) -> None:
-    """Register a call plan to be invalidated whenever checking starts or stops.
+    """Register a call plan (the compiled rules) to be invalidated when checking starts or stops.
 
     The plan is stored as a weak reference, so this does not keep it alive.
     """

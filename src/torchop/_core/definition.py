@@ -53,8 +53,8 @@ class CompiledRule(Generic[Compiled]):
 
         If `install` raises, restore the attributes and remove the kernels that it registered.
         Another thread's call may reach a new dispatcher kernel before this method returns. This is
-        safe: the call has to wait for `registration_lock` before it can publish a new plan, so it
-        never sees a partial update.
+        safe: the call has to wait for `registration_lock` before it can publish a new call plan, so
+        it never sees a partial update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}

@@ -145,8 +145,8 @@ class _FirstUse:
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
             obtain()
-            # Call `handle(...)` only if it is native now. Otherwise this would recurse forever if
-            # other code has replaced `__call__` with a function that calls this one.
+            # Call `handle(...)` only if C++ runs its calls now. Otherwise this would recurse
+            # forever if other code has replaced `__call__` with a function that calls this one.
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
@@ -207,8 +207,8 @@ def _ready(module: ModuleType) -> None:
                     if handle._definition.has_plan:
                         handle._definition.calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:
-                            # The existing plan selects providers in Python. Replace it with one
-                            # that lets C++ select them.
+                            # The existing call plan selects providers (alternative kernels) in
+                            # Python. Replace it with a plan that lets C++ select them.
                             handle._definition.outdate_plan()
             # Set this last, so that `obtain` calls this function again if the code above raises.
             _native = module
@@ -249,6 +249,6 @@ def _adopt(definition: Definition, native: Any) -> None:
     if definition.calls is None:
         definition.calls = OwnCalls(native, definition)
     # If the operator takes structured arguments, the handle flattens them in Python and then calls
-    # the OpOverload, which is native.
+    # the OpOverload, whose calls C++ runs.
     if definition.structure is None:
         native.adopt(definition.handle, definition.entry)

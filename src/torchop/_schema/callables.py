@@ -119,8 +119,8 @@ def takes_residuals(setup_context: Any) -> bool:
         return RESIDUALS in names
     try:
         # Unwrap to the author's own function. For an operator with structured arguments,
-        # `setup_context` is wrapped in a function that accepts **residuals whether or not the
-        # author does.
+        # `setup_context` is wrapped in a function that accepts `**residuals`, whether or not the
+        # author's function has a parameter `residuals`.
         parameter = inspect.signature(inspect.unwrap(setup_context)).parameters.get(RESIDUALS)
         return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
     except (TypeError, ValueError):  # not a function, or a builtin
@@ -132,10 +132,10 @@ def setup_caller(
 ) -> Callable[..., Any] | None:
     """Wrap `setup_context` in a function that can be called the same way for every operator.
 
-    The wrapper takes `(ctx, inputs, keyword_only_inputs, output)`, plus `residuals` if
-    `setup_context` has that parameter. It drops the keyword-only inputs unless `has_keywords` is
-    true. If `setup_context` uses these parameter names, the wrapper passes arguments by keyword, so
-    authors may declare the parameters in any order.
+    The wrapper takes `(ctx, inputs, keyword_only_inputs, output)`, plus `residuals` (extra kernel
+    outputs for the backward pass) if `setup_context` has that parameter. It drops the keyword-only
+    inputs unless `has_keywords` is true. If `setup_context` uses these parameter names, the wrapper
+    passes arguments by keyword, so authors may declare the parameters in any order.
     """
     if setup_context is None:
         return None

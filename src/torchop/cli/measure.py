@@ -97,7 +97,7 @@ def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
 
 @contextlib.contextmanager
 def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
-    """Accelerate operators that match `patterns` in the block, if native calls are available."""
+    """Accelerate operators that match `patterns` in the block, if the C++ extension loads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         acceleration = torchop.accelerate(*patterns)

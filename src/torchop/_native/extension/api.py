@@ -354,7 +354,7 @@ if hasattr(os, "register_at_fork"):  # missing on Windows, which cannot fork
 
 
 def status() -> Status:
-    """Return the state of the native call path in this process.
+    """Return the state of the native call path (calls without the dispatcher) in this process.
 
     Example:
         >>> import torchop

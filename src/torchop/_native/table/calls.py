@@ -110,7 +110,7 @@ class TableCalls(NativeCalls):
             kernels, self.problem = others.find_kernels(native, name, overload, schema)
         else:
             # Use only torchop's kernels. Other packages' kernels need a different check of results,
-            # and a plan can have only one.
+            # and a call plan can have only one.
             kernels, self.problem = ours.find_kernels(native, name, schema), None
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         sources = (*kernels.sources, *sources, *foreign_operators.dispatcher_source(overload))

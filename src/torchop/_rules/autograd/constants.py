@@ -1,8 +1,9 @@
 """Raise if a double backward differentiates saved tensors whose derivative is unknown.
 
-These tensors are residuals, and tensors that `setup_context` computes from inputs, results or
-residuals. Autograd is disabled while `setup_context` runs, so a double backward would otherwise
-treat them as constants, and the second derivative would silently be wrong.
+These tensors are residuals (extra kernel outputs for the backward pass), and tensors that
+`setup_context` computes from inputs, results or residuals. Autograd is disabled while
+`setup_context` runs, so a double backward would otherwise treat them as constants, and the second
+derivative would silently be wrong.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Formula:
 
     Attributes:
         definition: the operator. None in `NO_FORMULA`, which all operators without a formula share.
-        function: the user's `backward(ctx, *grads)`. None for a derived formula.
+        function: the user's `backward(ctx, *grads)`. None for a derived backward formula.
         setup: a wrapper of `setup_context`, or None. The wrapper always has the signature
             `(ctx, inputs, keyword_only_inputs, output)`.
         backward: computes the gradients. None if no formula is registered.

@@ -54,7 +54,7 @@ class _Call:
 class _Pending(threading.local):
     """Thread-local storage that passes the current call from `apply` to `forward`.
 
-    If the call were an argument of the `autograd.Function` instead, every backward would have to
+    If the call were an argument of the `autograd.Function` instead, every `backward` would have to
     return a gradient of None for it.
     """
 
@@ -286,7 +286,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
 
 
 def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
-    """If a common mistake caused a formula's error, add a note with the fix to the error."""
+    """If a common mistake in a backward formula caused `error`, add a note with the fix to it."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -356,8 +356,9 @@ def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     that `setup_context` computed are replaced with tensors that raise when they are differentiated.
     """
     tensors = autograd.raw_saved_tensors(ctx)
-    # In a torch.func transform, nothing needs to be replaced, because the formula of the helper
-    # operator `name__with_residuals` raises if a residual is differentiated.
+    # In a torch.func transform, nothing needs to be replaced, because the call went to the helper
+    # operator `name__with_residuals`, whose backward formula raises if a residual is
+    # differentiated.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
     # `guard` replaces the residuals (kernel outputs that only the backward pass uses). For calls

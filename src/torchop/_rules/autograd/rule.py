@@ -56,8 +56,8 @@ class AutogradRule(CompiledRule[Formula]):
 
     def compile(self) -> Formula:
         checker = checking.checker if self.formula.function is not None else None
-        # Existing call plans (compiled rules) share the formula object, so copy it before changing
-        # its attributes.
+        # Existing call plans (compiled rules) share the `Formula` object, so copy it before
+        # changing its attributes.
         is_same = self.tangents is None and checker is None
         formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:

@@ -49,7 +49,8 @@ class Residuals:
 def declared_types(returned: Any, types: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return the types of an operator's residuals, or None if it declares none.
 
-    The residuals are declared either in the return annotation `returned` or by `types`.
+    The residuals (extra kernel outputs for the backward pass) are declared either in the return
+    annotation `returned` or by `types`.
     """
     declared = [each for each in _annotated(returned)[1:] if isinstance(each, Residuals)]
     if len(declared) + (types is not None) > 1:

@@ -95,8 +95,8 @@ class Declared:
     def flat(self, request: Request) -> tuple[Any, ...]:
         """Check the number and types of the residuals in `request`, and return them as a tuple.
 
-        If a residual is a structure, such as a dataclass, each tensor in it becomes a separate item
-        of the tuple.
+        Residuals are extra kernel outputs for the backward pass. If a residual is a structure, such
+        as a dataclass, each tensor in it becomes a separate item of the tuple.
         """
         saved = request.saved or ()
         if len(saved) != len(self.named._fields):
@@ -114,7 +114,8 @@ class Declared:
         return as_tuple(self.schema, values)
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
-        """Convert flat residuals, as returned by `flat`, to the object for `setup_context`."""
+        """Convert the tuple of residuals from `flat` to the object that `setup_context`
+        receives."""
         values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
         if self.structure is not None:
             values = self.structure.rebuilt_result(values)

@@ -89,8 +89,8 @@ def _returned(output: Any, saved: Any) -> Any:
 
 
 # Maps each thread id to the request for the next kernel that the thread runs, and to whether the
-# kernel that it is running now must return residuals. While no thread has a request, the dict is
-# empty, so all other calls only pay for an emptiness check.
+# kernel that it is running now must return residuals (extra outputs for the backward pass). While
+# no thread has a request, the dict is empty, so all other calls only pay for an emptiness check.
 _recording: dict[int, tuple[Request | None, bool]] = {}
 _NOTHING = (None, False)
 
@@ -120,7 +120,7 @@ def _records() -> bool:
 
 
 class Request:
-    """A request for the residuals of a call.
+    """A request for the residuals of a call, i.e. extra kernel outputs for the backward pass.
 
     Only a kernel that `wrap_kernel` wrapped with the same `key` fulfills the request, by storing
     the residuals in `saved`.
@@ -150,7 +150,8 @@ def request(key: object) -> Request:
 def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]:
     """Run `call` with a request for the kernel's residuals.
 
-    Return the result of `call`, and the request, where the kernel has stored the residuals.
+    Return the result of `call`, and the request, in which the kernel has stored the residuals
+    (extra outputs for the backward pass).
     """
     thread = get_ident()
     outer = _recording.get(thread, _NOTHING)
@@ -171,7 +172,8 @@ def _restore(thread: int, state: tuple[Request | None, bool]) -> None:
 def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]:
     """Wrap a kernel or fake kernel to return only the result, without residuals.
 
-    If the current thread has a `Request` with the same key, the wrapper stores the residuals there.
+    If the current thread has a `Request` with the same key, the wrapper stores the residuals (extra
+    outputs for the backward pass) there.
     """
     if author_of(function, key) is not None:
         return function
@@ -208,7 +210,8 @@ def not_recording(definition: Definition, function: Callable[..., Any]) -> Calla
     """Make `records_gradient` return False in the kernel of an operator without residuals.
 
     This matters if the kernel is called inside the kernel of another operator that must return
-    residuals. Without this wrapper, `records_gradient` would return True in both kernels.
+    residuals (extra outputs for the backward pass). Without this wrapper, `records_gradient` would
+    return True in both kernels.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function

@@ -19,9 +19,9 @@ from torchop._rules.residuals.vmap import Calls
 def follow(form: Any, cls: type) -> None:
     """Make the operator's torch_dispatch rule for `cls` apply to `name__with_residuals` too.
 
-    `name__with_residuals` is the helper operator that also returns residuals. A rule that the user
-    registered directly for it takes precedence. Compiler modes are skipped, because they only
-    record the call in a graph.
+    This helper operator also returns residuals, i.e. kernel outputs for the backward pass. A rule
+    that the user registered directly for it takes precedence. Compiler modes are skipped, because
+    they only record the call in a graph.
     """
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return
@@ -32,7 +32,7 @@ def follow(form: Any, cls: type) -> None:
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the operator's torch_dispatch rule, and collect the residuals of its call to `func`."""
+    """Call the torch_dispatch rule, and collect the residuals of the rule's own call to `func`."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)

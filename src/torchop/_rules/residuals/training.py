@@ -48,9 +48,10 @@ class WithResiduals(HelperOperator):
             residuals = [f"{kind} {name}" for kind, name in zip(residuals, names, strict=True)]
         self.further_results = residuals
         op = str(definition)
-        # `guard(places)` returns a function that replaces the residuals, which are the saved
-        # tensors at these places, with tensors that raise if they are differentiated. With the
-        # cache, calls that save residuals at the same places share this function.
+        # `guard(places)` returns a function that replaces the saved tensors at these places, which
+        # are residuals (kernel outputs for the backward pass), with tensors that raise if they are
+        # differentiated. With the cache, calls that save residuals at the same places share this
+        # function.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         self.vmap_rule: Any = None
         self.is_counted = False
@@ -103,9 +104,9 @@ class WithResiduals(HelperOperator):
         return save
 
     def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
-        """Store on `ctx` which saved tensors are residuals (kernel outputs for the backward)."""
-        # Compare storages, because a saved tensor may be a view of a residual. Inside a functorch
-        # transform, tensors have no storage, so compare the tensor objects instead.
+        """Store on `ctx` which saved tensors are residuals, i.e. kernel outputs for backward."""
+        # Compare storages, because `setup_context` may save a view of a residual. Inside a
+        # functorch transform, tensors have no storage, so compare the tensor objects instead.
         memory = id if functorch.is_active() else storage_of
         given = set(map(memory, tensors_in(residuals)))
         saved = ctx.to_save or ()
@@ -145,10 +146,10 @@ class WithResiduals(HelperOperator):
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
             # Autograd must not materialize gradients (replace None with zeros), because `gradients`
-            # must see whether the gradient of a residual is None. Instead, `gradients` materializes
-            # the gradients of the results itself, unless the user's `setup_context` turns this off
-            # with `set_materialize_grads`. `ctx` has no getter for this flag, so intercept the
-            # setter.
+            # must see whether the gradient of a residual (a kernel output for the backward pass) is
+            # None. Instead, `gradients` materializes the gradients of the results itself, unless
+            # the user's `setup_context` turns this off with `set_materialize_grads`. `ctx` has no
+            # getter for this flag, so intercept the setter.
             materialize = [True]
             ctx.set_materialize_grads = materialize.append
             setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))
@@ -189,8 +190,9 @@ def _materialized(grad: Any, like: Any) -> Any:
 def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
     """Return the saved tensors but replace residuals with tensors that raise if differentiated.
 
-    Without the replacement, a double backward would treat residuals as constants, and the second
-    derivative would silently be wrong. `places` contains the indices of the residuals in `tensors`.
+    Without the replacement, a double backward would treat residuals (kernel outputs for the
+    backward pass) as constants, and the second derivative would silently be wrong. `places`
+    contains the indices of the residuals in `tensors`.
     """
     places = [place for place in places if is_differentiable(tensors[place])]
     if not places:

@@ -20,16 +20,17 @@ from torchop._rules.residuals.handover import requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 
-# The default vmap rule of `name__with_residuals`. It equals "sequential" but is a separate object,
-# so that `follow` can distinguish it from a rule "sequential" that the user registered.
+# The default vmap rule of the helper operator `name__with_residuals`. It equals "sequential" but is
+# a separate object, so that `follow` can distinguish it from a rule "sequential" that the user
+# registered.
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
 def follow(form: Any) -> None:
     """Derive the vmap rule of `name__with_residuals` from the operator's own vmap rule.
 
-    `name__with_residuals` is the helper operator that also returns residuals. Do nothing if the
-    user has registered a vmap rule for it.
+    This helper operator also returns residuals (kernel outputs for the backward pass). Do nothing
+    if the user has registered a vmap rule for it.
     """
     rule = form.helper.rule(VmapRule)
     if rule.function is form.vmap_rule:
@@ -87,9 +88,10 @@ def _rule(form: Any) -> Callable[..., Any]:
 def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> None:
     """Raise if the batch dimensions of residuals are wrong.
 
-    If the vmap rule returned None as the batch dimension of a batched residual, autograd would sum
-    gradients over the batch. To find this mistake, run the fake kernel on one element of the batch,
-    and check that each batched residual has one more dimension than the fake kernel's residual.
+    Residuals are extra kernel outputs for the backward pass. If the vmap rule returned None as the
+    batch dimension of a batched residual, autograd would sum gradients over the batch. To find this
+    mistake, run the fake kernel on one element of the batch, and check that each batched residual
+    has one more dimension than the fake kernel's residual.
     """
     op, names = form.definition, form.declared.named._fields
     try:
@@ -134,8 +136,9 @@ def _length(value: Any) -> int:
 class Calls(TorchFunctionMode):
     """A mode that calls `name__with_residuals` instead of `name` and collects the residuals.
 
-    A `TorchFunctionMode` intercepts a call before transforms, other modes and autograd, so all of
-    these see a call to `name__with_residuals`.
+    `name__with_residuals` is the helper operator that also returns the residuals, i.e. kernel
+    outputs for the backward pass. A `TorchFunctionMode` intercepts a call before transforms, other
+    modes and autograd, so all of these see a call to `name__with_residuals`.
     """
 
     def __init__(self, form: Any) -> None:

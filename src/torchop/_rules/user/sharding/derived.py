@@ -189,8 +189,9 @@ def _placed_by_name(
 ) -> Mapping[str, list[Any]]:
     """Map each parameter of a backward kernel to the placements of the tensors passed for it."""
     returns = origin._schema.returns
-    # In the schema, only residuals have names, so the results without a name are the outputs. The
-    # first parameters of the backward kernel are the gradients of the outputs.
+    # In the schema, only residuals (kernel outputs for the backward pass) have names, so the
+    # results without a name are the outputs. The first parameters of the backward kernel are the
+    # gradients of the outputs.
     count = sum(not result.name for result in returns)
     outputs = [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
     names = [*outputs, *(result.name for result in returns[count:])]

@@ -116,7 +116,7 @@ class Sharding:
         return hash(self.text)
 
     def saving(self, count: int) -> Sharding | None:
-        """Return the rule for calls that also return `count` residuals (outputs for the backward).
+        """Return the rule for calls that also return `count` residuals, i.e. outputs for backward.
 
         Return None if this rule has no operands for residuals. The returned rule has no `linear`,
         because linearity only guarantees that a Partial argument makes the results Partial, not the

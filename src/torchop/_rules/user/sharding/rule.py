@@ -61,7 +61,8 @@ def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
     arguments, returns = op._schema.arguments, op._schema.returns
     count = len(call.results) - len(returns)
     # If the operator returns a list, DTensor counts each tensor in the list as a result, so
-    # additional results do not mean that the call has residuals.
+    # additional results do not mean that the call returns residuals (outputs for the backward
+    # pass).
     if count > 0 and all("List[" not in str(result.real_type) for result in returns):
         rule = _with_residuals(op, rule, count)
     holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]

@@ -240,8 +240,9 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 def _zeros(tensor: Tensor) -> Tensor:
     """Replace a sparse tensor with zeros of the same shape, and return other tensors unchanged.
 
-    torchop calls `supports` with tensors without data, except for sparse tensors. So only for
-    sparse tensors can the result of `supports` depend on the data, and doing so is a bug.
+    torchop calls a provider's `supports` function with tensors without data, except for sparse
+    tensors. So only for sparse tensors can the result of `supports` depend on the data, and doing
+    so is a bug.
     """
     return tensor if probes.is_plain(tensor) else torch.zeros_like(tensor)
 
