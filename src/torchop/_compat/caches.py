@@ -46,8 +46,8 @@ def forget_entry(qualname: str) -> None:
     """Reset an operator's effect in torch.library's registry, and remove the entry if it is empty.
 
     An effect makes PyTorch preserve the operator's calls and their order. The entry is not empty if
-    another library has registered rules for the operator. Those rules stay, just as that library's
-    kernels stay in the dispatcher.
+    another library has registered rules, such as a fake kernel, for the operator. Those rules stay,
+    just as that library's kernels stay in the dispatcher.
     """
     entry = _rules_registry._data.get(qualname)
     if entry is not None:

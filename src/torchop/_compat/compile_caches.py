@@ -18,9 +18,9 @@ from torchop._compat import graphs, import_hooks
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
 # Inductor includes the `uuid` of every custom pass in its cache keys, so torchop registers a pass
-# with a `uuid` that changes with the operators' rules. The pass is registered for a made-up device
-# type. Since no tensor has this type, the pass never runs, and it cannot replace a pass that the
-# user has registered.
+# with a `uuid` that changes with the operators' rules, such as fake kernels. The pass is registered
+# for a made-up device type. Since no tensor has this type, the pass never runs, and it cannot
+# replace a pass that the user has registered.
 _DEVICE = "torchop"
 
 

@@ -43,7 +43,7 @@ def constant_in_traces(function: _Function) -> _Function:
 
 
 def eager_only(function: _Function) -> _Function:
-    """Make Dynamo break the graph at calls to `function`, which registers an operator or a rule.
+    """Make Dynamo break the graph at calls to `function`, a function such as `register_fake`.
 
     If Dynamo traced through a registration, it would evaluate lookups in PyTorch's registries at
     trace time, before the registration has taken effect. Unlike `torch.compiler.disable`, this does

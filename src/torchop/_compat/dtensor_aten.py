@@ -28,7 +28,7 @@ _MOST_COMBINATIONS = 256
 
 
 def refusal(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return why DTensor's rule for `aten` cannot be used for `op`, or None if it can."""
+    """Return why DTensor's sharding rule for `aten` cannot be used for `op`, or None if it can."""
     reason = _reason(aten)
     if reason is None:
         return None
@@ -44,7 +44,8 @@ def _reason(aten: OpOverload) -> str | None:
 
     engine = propagator()
     handler = DTensor._op_dispatcher._custom_op_handlers.get(aten)
-    # A handler that `dtensor_registry.take_over` installed still uses DTensor's rule, so ignore it.
+    # A handler that `dtensor_registry.take_over` installed still uses DTensor's sharding rule, so
+    # ignore it.
     if handler is not None and not handler.__module__.startswith("torchop."):
         return "DTensor runs it with custom code instead of a rule"
     if aten in getattr(engine, "squeeze_op_to_dims_variant", ()):
@@ -65,7 +66,8 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
     inputs = Inputs(strategies, call.mesh)
     if any(len(strategy.strategies) != 1 for strategy in strategies):
         # DTensor's auto-parallel planner passes several possible placements for each tensor, but a
-        # rule takes only one, so return a strategy for every combination that the rule accepts.
+        # sharding rule takes only one, so return a strategy for every combination that the rule
+        # accepts.
         return dtensor_strategies.op_specs(op, rows, op_schema, Redistributable.ARGUMENTS)
     schema = dtensor_strategies.with_specs(op_schema)
     outputs, wanted = _decision(op, aten, schema.args_schema, schema.kwargs_schema, call.results)
@@ -151,7 +153,7 @@ def _decision(
 ) -> tuple[Any, list[Any]]:
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
-    # `refusal` has not run yet if DTensor was not imported when the rule was registered.
+    # `refusal` has not run yet if DTensor was not imported when the sharding rule was registered.
     refused = refusal(op, aten)
     if refused is not None:
         raise ShardingError(refused)

@@ -226,8 +226,8 @@ class _Contents(NamedTuple):
         qualnames = {operators.joined(*name) for name in reasons}
         records = (record.split("/") for record in implemented)
         others = {f"{namespace}::{name}" for namespace, name, _ in records} - qualnames
-        # If a callback raises, for example the `detach` method of a user's rule, ExitStack still
-        # runs the others, in reverse order, and then reraises the exception.
+        # If a callback raises, for example the `detach` method of a user's `torchop.Rule`,
+        # ExitStack still runs the others, in reverse order, and then reraises the exception.
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget, reasons, defined, implemented)
             # A removed kernel may still be running in a call to another library's operator, so keep

@@ -106,9 +106,9 @@ def _add(qualname: str, name: str) -> None:
 def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
     """Return whether a call may overwrite its first argument, provided no later node reads it."""
     config: Any = sys.modules["torch._inductor.config"]
-    # If the operator has an effect, the node's target is a higher-order operator instead of
-    # `functional`. Inductor's C++ and FX wrappers do not support the node that this module creates.
-    # So in both cases, do not overwrite the argument.
+    # If the operator has a declared side effect, the node's target is a higher-order operator
+    # instead of `functional`. Inductor's C++ and FX wrappers do not support the node that this
+    # module creates. So in both cases, do not overwrite the argument.
     if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
         return False
     if inplace not in forms_in_graphs(functional._name):

@@ -78,7 +78,7 @@ def is_active_fake(qualname: str, kernel: object) -> bool:
 
 def _fake_kernels(qualname: str) -> list[_FakeKernel]:
     # Look up the list on each call instead of storing it, because it may go stale: PyTorch drops an
-    # operator's registry entry when the operator's last rule is removed.
+    # operator's registry entry when the operator's last fake kernel or other rule is removed.
     return _rules_registry.find(qualname).fake_impl.kernels
 
 
@@ -112,11 +112,11 @@ class DefaultRule(functools.partial[Any]):
         self.function = function  # `func` may differ, because `partial` unwraps another `partial`
 
     def __bool__(self) -> bool:
-        """Return False, so that `register_torch_dispatch` lets another rule replace this rule.
+        """Return False, so that `register_torch_dispatch` lets another function replace this one.
 
         PyTorch's `torch.library.register_torch_dispatch` rejects a registration if the existing
-        rule is true. A false rule still works, because PyTorch compares it with None before calling
-        it.
+        torch_dispatch rule is true. A rule that is false still works, because PyTorch compares it
+        with None before calling it.
         """
         return False
 
@@ -182,9 +182,9 @@ def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
     """Register an operator's effect for functionalization, and return a function to undo this.
 
-    Several libraries may register an effect for the same operator. Once a registration is undone,
-    the latest of the remaining effects applies or, if none is left, the effect from before the
-    first registration.
+    An effect makes compilers preserve the operator's calls. Several libraries may register an
+    effect for the same operator. Once a registration is undone, the latest of the remaining effects
+    applies or, if none is left, the effect from before the first registration.
     """
     holder = _rules_registry.find(qualname).effect
     effects, key = _effects.setdefault(qualname, {None: holder.effect}), object()
@@ -203,8 +203,8 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
     return undo
 
 
-# Each operator's effects in the order of their registration, by a key for each registration. The
-# key None stands for the effect from before the first registration.
+# Each operator's declared side effects in the order of their registration, by a key for each
+# registration. The key None stands for the effect from before the first registration.
 _effects: dict[str, dict[object, EffectType | None]] = {}
 
 

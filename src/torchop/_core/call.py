@@ -40,7 +40,7 @@ def passed(
 ) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of those arguments in `places` that the call passes.
 
-    `places` contains (position, name) pairs, like `Schema.mutated_places`.
+    `places` contains the (position, name) pairs of the arguments, like `Schema.mutated_places`.
     """
     return [
         (name, args[index] if index < len(args) else kwargs[name])

@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 
 
 # Creates the handle of a new operator, i.e. the object that users call. The package `_define` sets
-# this variable, because an import would be circular: handles import all rules, and rules import
-# `_core`.
+# this variable, because an import would be circular: handles import all modules of `_rules`, and
+# these import `_core`.
 make_handle: Any = None
 
 
@@ -56,8 +56,9 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     torch_ops.before_definition(*name)
     for definitions in _definitions_to_undo():
         definitions.append(definition)
-    # Add this callback before any rule is registered. Then closing the library removes all rules,
-    # even if the definition fails halfway or `torch.library.custom_op` replaces the operator.
+    # Add this callback before any rule, such as a fake kernel, is registered. Then closing the
+    # library removes all rules, even if the definition fails halfway or `torch.library.custom_op`
+    # replaces the operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
     # Install the kernels before defining the schema, because other threads can call the operator as

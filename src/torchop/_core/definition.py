@@ -83,9 +83,9 @@ class CompiledRule(Generic[Compiled]):
         self.definition.outdate_plan()
 
     def cache_parts(self) -> Iterator[object]:
-        """Yield the parts of the rule that compilers bake into graphs, to include in cache keys.
+        """Yield the registered values that compilers bake into graphs, to include in cache keys.
 
-        A part is a function, or a value with a stable `repr`.
+        Each of them is a function, or has a stable `repr`.
         """
         yield from ()
 
@@ -117,8 +117,9 @@ class CallPlan:
 
 
 AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
-# All rule classes, in the order in which a handle's `repr` lists them. Each definition has one
-# instance of each class. Since `_rules` imports this module, `_rules` sets this variable.
+# All rule classes, such as `FakeRule`, in the order in which the `repr` of an operator lists them.
+# Each definition has one instance of each class. Since `_rules` imports this module, `_rules` sets
+# this variable.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
 # An installer registers the dispatcher kernels of a new operator, and its rules for modes. It may

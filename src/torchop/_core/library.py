@@ -45,8 +45,8 @@ DEFINITIONS = "_torchop_definitions"
 def process_definitions(namespace: str) -> Mapping[str, Any]:
     """Map operator names to the definitions in the library that is never closed.
 
-    These definitions hold the rules that were registered without `lib=` for operators from other
-    packages.
+    These definitions hold the kernels, fake kernels and other rules that were registered without
+    `lib=` for operators from other packages.
     """
     library = _process_libraries.get(namespace)
     return {} if library is None else library.__dict__.get(DEFINITIONS, {})

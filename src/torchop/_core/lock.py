@@ -57,8 +57,8 @@ def compute_then_publish(
 ) -> Published:
     """Call `compute` without the lock, since it may run user code, and `publish` with the lock.
 
-    If a concurrent registration changes `version()`, `compute` may have seen incomplete rules, so
-    discard its result or exception and run it again.
+    If a concurrent registration changes `version()`, `compute` may have seen an incomplete
+    registration, so discard its result or exception and run it again.
     """
     while True:
         before = version()

@@ -1,8 +1,8 @@
 """The table of everything that a library has registered with PyTorch for one operator.
 
-Every kernel in the dispatcher and every rule in PyTorch's other registries has a row. These rows
-are all that is needed to undo a registration, deregister an operator, roll back a definition that
-failed, or warn about a second registration.
+Every kernel in the dispatcher, and every rule in PyTorch's other registries (such as a fake
+kernel), has a row. These rows are all that is needed to undo a registration, deregister an
+operator, roll back a definition that failed, or warn about a second registration.
 """
 
 from __future__ import annotations

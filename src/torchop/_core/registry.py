@@ -49,7 +49,7 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
 
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
-    """Return the definition in which to store a new rule for an operator.
+    """Return the definition in which to store a new registration for an operator.
 
     `lib` is the library that owns the registration. The default is the operator's own library or,
     for an operator from another package, a library that is never closed.

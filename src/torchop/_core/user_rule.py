@@ -398,7 +398,7 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
-    """Return a (rule, operator) pair for each value that `op` inherits from its origin.
+    """Return a (rule, operator) pair for each value that `op` inherits from its origin operator.
 
     This includes operators that inherit the value from `op` in turn.
     """

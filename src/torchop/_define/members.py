@@ -171,7 +171,7 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a member or method already uses this name, so that a rule must not."""
+    """Return whether a member or method already uses this name, so no `torchop.Rule` may use it."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 

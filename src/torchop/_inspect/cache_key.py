@@ -94,7 +94,8 @@ class _Digest(CodeDigest):
         return hashlib.sha256(_own_code() + self.digest()).hexdigest()
 
     def add_operator(self, operator: str | OpOverload | OpOverloadPacket | CustomOpDef) -> None:
-        """Add an operator's rules, and the rules of the operator that it was derived from."""
+        """Add the rules (e.g. the fake kernel) of an operator and of its origin, if it was
+        derived."""
         if isinstance(operator, OpOverloadPacket):
             for overload in operator.overloads():
                 self.add_operator(getattr(operator, overload))

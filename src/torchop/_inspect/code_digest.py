@@ -356,8 +356,8 @@ def _names(code: types.CodeType) -> set[str]:
 def _names_in_annotation(annotation: object) -> set[str]:
     """Return the names in an annotation.
 
-    A function may call methods of the classes that its annotations name, so its digest must include
-    these classes too.
+    A function may call methods of the classes that its annotations name, so its digest (the hash of
+    its code) must include these classes too.
     """
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))

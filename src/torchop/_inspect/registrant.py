@@ -1,4 +1,4 @@
-"""Find the modules that registered an operator, or a kernel or rule for it.
+"""Find the modules that registered an operator, or a kernel, a fake kernel and so on for it.
 
 PyTorch does not record which module made a registration, so this looks at the operator's functions
 instead. An operator belongs to each module that contains its `custom_op` function, its fake kernel
@@ -21,7 +21,7 @@ from torchop._native import switch
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
-# Maps each rule to the prefix of the dispatch keys that it is registered for.
+# Maps each kind of rule to the prefix of the dispatch keys at which its kernels are registered.
 _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 

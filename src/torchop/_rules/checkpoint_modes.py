@@ -142,7 +142,8 @@ def marked_as_one_call(op: Any, args: Any, kwargs: Any) -> Iterator[None]:
 
 
 def _policy(op: Any, args: Any, kwargs: Any) -> Policy | None:
-    # Look up the rule by name, because importing its module here would be circular.
+    # Look up the checkpoint policies by name, because importing their module here would be
+    # circular.
     rule = get_rule("checkpoint_policy")
     if not rule.has(op):
         return None

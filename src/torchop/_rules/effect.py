@@ -24,9 +24,9 @@ Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
 _CUSTOM_CLASS = "__torch__"
-# The effect that each operator had when it was last traced, by the operator's name. Entries survive
-# a redefinition of the operator, because PyTorch caches compiled code by the operator's name and
-# may return code that was compiled for the old effect.
+# The declared side effect that each operator had when it was last traced, by the operator's name.
+# Entries survive a redefinition of the operator, because PyTorch caches compiled code by the
+# operator's name and may return code that was compiled for the old effect.
 _traced: dict[str, EffectType | None] = {}
 
 
@@ -108,7 +108,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def may_change_objects(schema: Schema, *, also_generators: bool = False) -> bool:
-    """Return whether an operator needs an effect because it may change an object argument.
+    """Return whether an operator counts as having a side effect, as it may change an object.
 
     Return False if the operator mutates or aliases an argument, because PyTorch ignores effects of
     such operators. Generators count only if `also_generators` is true, because PyTorch's own random
@@ -189,7 +189,7 @@ def _check_not_composite(definition: Definition) -> None:
 
 
 def check_not_traced(schema: Schema, declared: Declared) -> None:
-    """Raise if the operator was already traced without the effect that is being declared.
+    """Raise if the operator was already traced without the side effect that is being declared.
 
     Graphs that were compiled earlier would ignore the new effect. If an effect is being removed,
     only warn, because the old graphs still keep every call and so remain correct.

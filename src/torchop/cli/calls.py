@@ -44,7 +44,8 @@ _OPERATOR = "the operator"  # contains a space, so no provider can have this nam
 class Comparison(NamedTuple):
     """The time that one call takes with each kernel of an operator, and through the operator.
 
-    Each kernel belongs to a provider. `chosen` is the provider whose kernel the operator runs.
+    Each kernel belongs to a provider, such as "triton". `chosen` is the provider whose kernel the
+    operator runs.
     """
 
     op: str

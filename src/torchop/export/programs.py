@@ -39,7 +39,7 @@ _DEVICE = "AOTI_DEVICE_KEY"  # the metadata key under which a package stores its
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
 # Matches an operator in the JSON of a program. A node either calls the operator directly, or passes
 # it to a higher-order operator. Decomposed programs contain such nodes for operators that mutate
-# arguments or have effects.
+# arguments or have declared side effects.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 # The exceptions that reading a damaged file may raise.
 _UNREADABLE = (

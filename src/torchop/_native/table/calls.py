@@ -285,7 +285,7 @@ def _may_take(name: OpName) -> bool:
 
 
 def _before_plan(definition: Definition) -> None:
-    """Let C++ bypass the dispatcher for an operator whose rules are all registered by torchop.
+    """Let C++ bypass the dispatcher for an operator that was defined through torchop.
 
     If another package defined the operator, that package may have registered kernels, so C++ runs
     calls only if the user calls `torchop.accelerate`.

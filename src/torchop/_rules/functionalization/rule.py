@@ -102,7 +102,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def install_low_level(registered: Registrations, *, is_mutable: bool) -> None:
-    """Install the rule for an operator that `Library.define` or another package defined."""
+    """Install the functionalization rule for an operator that `custom_op` did not define."""
     if is_mutable:
         _install(registered, functionalize)
         uninstall = functools.partial(regions.uninstall, registered.name)

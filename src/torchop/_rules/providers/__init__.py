@@ -169,8 +169,8 @@ def choice_of_call(
 ) -> tuple[Choice | None, Call]:
     """Return the `Choice` that selects the kernel of a call, and the call's arguments.
 
-    The `Choice` is None if the operator has no providers. The returned arguments include the
-    default values that the caller omitted.
+    The `Choice` is None if the operator has no providers (alternative kernels). The returned
+    arguments include the default values that the caller omitted.
     """
     definition = resolve(op, "tune")
     args, kwargs = definition.schema.fill_defaults(args, kwargs)

@@ -36,7 +36,7 @@ _MOST_KEYS = 4096
 
 
 class Candidate(NamedTuple):
-    """An entry in the order in which calls try an operator's providers.
+    """An entry in the order in which calls try an operator's providers (alternative kernels).
 
     Attributes:
         select: a function that returns the kernel for a call, or None if this candidate does not
@@ -352,7 +352,7 @@ class Choice:
     def _report(self, resolved: Resolved, declined: Mapping[str, str]) -> None:
         """Log or warn once about each provider that is in the order but skipped by calls.
 
-        `declined` maps the skipped providers to the reasons.
+        A provider is an alternative kernel. `declined` maps the skipped providers to the reasons.
         """
         falls_back = resolved.falls_back and len(declined) == len(resolved.candidates) - 1
         reportable = {*self.providers, *self.table.removed.difference(self.table.names)}

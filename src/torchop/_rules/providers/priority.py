@@ -28,8 +28,8 @@ from torchop._schema.naming import is_match, is_name, is_pattern
 from torchop.extend import OpName
 
 REFERENCE = "reference"
-# In an order of providers, this name stands for the kernel that was measured as the fastest for the
-# tensor sizes of the call.
+# In an order of providers (alternative kernels), this name stands for the kernel that was measured
+# as the fastest for the tensor sizes of the call.
 TUNED = "tuned"
 VARIABLE = "TORCHOP_PRIORITY"
 
@@ -127,9 +127,9 @@ _process: ScopedOrders = NOTHING
 _blocks_were_opened = False
 
 
-# The kernel rules of operators that have or had providers. When an order of providers changes,
-# `outdate_plans` invalidates the call plans (compiled rules) of these operators, so that later
-# calls follow the new order.
+# The kernel rules of operators that have or had providers (alternative kernels). When an order of
+# providers changes, `outdate_plans` invalidates the call plans (compiled rules) of these operators,
+# so that later calls follow the new order.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
@@ -159,10 +159,10 @@ def active_order(
 ) -> ActiveOrder:
     """Return the order of providers that applies to an operator on a device.
 
-    If `device` is None, return the order for devices without a separate kernel. `author` contains
-    the orders that the operator's author set. If several orders from the same source match, an
-    order for exactly this operator takes precedence over a pattern, a longer pattern over a shorter
-    one, and an order for the device over an order for all devices.
+    A provider is an alternative kernel. If `device` is None, return the order for devices without a
+    separate kernel. `author` contains the orders that the operator's author set. If several orders
+    from the same source match, an order for exactly this operator takes precedence over a pattern,
+    a longer pattern over a shorter one, and an order for the device over an order for all devices.
     """
 
     def specificity(place: tuple[str, str | None]) -> tuple[bool, int, bool]:

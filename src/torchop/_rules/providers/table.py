@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 class ProviderTable(NamedTuple):
-    """An operator's providers, and the settings of the operator's author.
+    """An operator's providers (alternative kernels), and the settings of the operator's author.
 
     The table is immutable, except for the set `reported`.
 
@@ -66,8 +66,8 @@ class ProviderTable(NamedTuple):
             device: {name: other for name, other in known.items() if other is not provider}
             for device, known in self.by_device.items()
         }
-        # Forget that this provider was reported as skipped, so that the next call that skips it
-        # reports this again if an order still names the provider.
+        # Forget that this provider (an alternative kernel) was reported as skipped, so that the
+        # next call that skips it reports this again if an order still names the provider.
         self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 

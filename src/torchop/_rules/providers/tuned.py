@@ -126,7 +126,8 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
     if measurement.torch != torch_release():
         return f"they were made with PyTorch {measurement.torch}, and this is {torch_release()}"
     for kernel in measurement.kernels:
-        # A provider that is no longer registered has no digest to compare, so ignore its kernel.
+        # A provider that is no longer registered has no digest (hash of the code) to compare, so
+        # ignore its kernel.
         if digests.get(kernel.provider, kernel.digest) != kernel.digest:
             return f"the kernel of {kernel.provider!r} has changed since they were made"
     return None

@@ -114,8 +114,7 @@ class Declared:
         return as_tuple(self.schema, values)
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
-        """Convert the tuple of residuals from `flat` to the object that `setup_context`
-        receives."""
+        """Convert the tuple of residuals from `flat` to the object for `setup_context`."""
         values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
         if self.structure is not None:
             values = self.structure.rebuilt_result(values)

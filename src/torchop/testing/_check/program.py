@@ -37,7 +37,7 @@ def write(
 ) -> str:
     """Return the source of a program that runs a probe on a call.
 
-    If `provider` is given, the program selects the kernel of this provider.
+    If `provider` is given, the program selects the kernel of this provider, such as "triton".
     """
     tensors = _Arguments((args, kwargs, options))
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)

@@ -59,15 +59,16 @@ class Check:
         """Return whether `pattern` matches the name of this check.
 
         `pattern` may be a full name, the last part of a name, a family, or a wildcard such as
-        `"memory.*"`. A name without a provider matches the check for every provider.
+        `"memory.*"`. A name without a provider, such as "triton", matches the check for every
+        provider.
         """
         return any(is_named(name, pattern) for name in (self.name, self.kind.name))
 
 
 def is_named(check: str, pattern: str) -> bool:
     family, _, last = check.partition(".")
-    # Brackets in a check name enclose the name of a provider. Escape them, because fnmatch would
-    # interpret them as a character set.
+    # Brackets in a check name enclose the name of a provider, as in "providers.agrees[triton]".
+    # Escape them, because fnmatch would interpret them as a character set.
     return pattern in (family, last) or fnmatch.fnmatchcase(check, pattern.replace("[", "[[]"))
 
 

@@ -328,8 +328,8 @@ class Subject:
 
     @property
     def has_vmap_rule(self) -> bool:
-        # torchop registers a vmap kernel for every operator with an effect. Unless the author has
-        # registered a vmap rule, this kernel only raises an error.
+        # torchop registers a vmap kernel for every operator with a declared side effect. Unless the
+        # author has registered a vmap rule, this kernel only raises an error.
         raises = self.operator.effect is not None and not any(
             rule.startswith("vmap") for rule in self.operator.rules
         )

@@ -118,9 +118,9 @@ class Sharding:
     def saving(self, count: int) -> Sharding | None:
         """Return the rule for calls that also return `count` residuals, i.e. outputs for backward.
 
-        Return None if this rule has no operands for residuals. The returned rule has no `linear`,
-        because linearity only guarantees that a Partial argument makes the results Partial, not the
-        residuals.
+        Return None if this sharding rule has no operands for residuals. The returned rule has no
+        `linear`, because linearity only guarantees that a Partial argument makes the results
+        Partial, not the residuals.
         """
         if self.residuals is None:
             return None

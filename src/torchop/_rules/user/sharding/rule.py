@@ -51,7 +51,7 @@ def _chosen(choose: Callable[..., Any]) -> Rows:
 
 
 def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows, i.e. the ways to shard a call, that a rule allows.
+    """Return the rows, i.e. the ways to shard a call, that a sharding rule allows.
 
     If the call has more results than the schema declares, the additional results are residuals
     (kernel outputs that only the backward pass uses).

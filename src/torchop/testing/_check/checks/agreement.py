@@ -181,8 +181,9 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
     """Check the `supports` function of a provider.
 
-    `supports` must depend only on its arguments, and return False for every call that the kernel
-    rejects. `first` is the result of an earlier call of `supports` with these arguments, if any.
+    This function decides whether the provider's kernel can run a call. It must depend only on its
+    arguments, and return False for every call that the kernel rejects. `first` is the result of an
+    earlier call of `supports` with these arguments, if any.
     """
     operator, kernel = Operator(call.op, "check"), provider_of(call, provider)
 
