@@ -203,8 +203,8 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
     return undo
 
 
-# Each operator's declared side effects in the order of their registration, by a key for each
-# registration. The key None stands for the effect from before the first registration.
+# Each operator's declared side effects in the order of their registration, where each registration
+# has its own key. The key None stands for the effect from before the first registration.
 _effects: dict[str, dict[object, EffectType | None]] = {}
 
 

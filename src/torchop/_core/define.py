@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 
 
 # Creates the handle of a new operator, i.e. the object that users call. The package `_define` sets
-# this variable, because an import would be circular: handles import all modules of `_rules`, and
-# these import `_core`.
+# this variable, because an import would be circular: `_define` imports `_rules`, and `_rules`
+# imports `_core`.
 make_handle: Any = None
 
 

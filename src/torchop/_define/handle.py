@@ -57,8 +57,8 @@ class CustomOp(Registrations, Generic[P, R]):
     subclasses `torch._library.custom_ops.CustomOpDef`, so Dynamo, Inductor's autotuning and
     `torch.library.register_*` accept handles as well.
 
-    The `register_*` methods work like the functions of the same name in `torch.library`, also as
-    decorators.
+    The `register_*` methods work like the functions of the same name in `torch.library`, and can be
+    used as decorators too.
 
     Attributes:
         overload: the `torch._ops.OpOverload` of the operator.

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call, with details from the C++ extension about why the call is not native.
+    """A call, with details from the C++ extension about why the call needs the dispatcher.
 
     `definition` is None if torchop did not define the operator. If the reason is about an argument,
     `refused` is the argument's index in the schema. `key` is the dispatch key at which the
-    dispatcher would look up the first kernel that a native call cannot replace.
+    dispatcher would look up the first kernel that a native call (without the dispatcher) cannot
+    replace.
     """
 
     name: OpName

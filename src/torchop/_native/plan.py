@@ -44,7 +44,7 @@ def _float(value: Any) -> float:
     return float.__float__(value) if isinstance(value, float) else float(value)
 
 
-# The conversions that the dispatcher applies to results, by schema type. For an instance of a
+# Maps schema types to the conversions that the dispatcher applies to results. For an instance of a
 # subclass, such as an IntEnum, the dispatcher reads the underlying value without calling any
 # overridden methods.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {

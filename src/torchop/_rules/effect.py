@@ -31,7 +31,7 @@ _traced: dict[str, EffectType | None] = {}
 
 
 class EffectRule(CompiledRule[Declared]):
-    """The effect that `custom_op` or `register_effect` declares for an operator.
+    """The side effect that `custom_op` or `register_effect` declares for an operator.
 
     A compiled graph passes a token from each effectful call to the next, so compilers cannot remove
     or reorder these calls.

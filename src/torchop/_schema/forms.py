@@ -2,8 +2,8 @@
 
 An in-place operator mutates and returns its first argument. An out= operator writes its results
 into keyword-only tensors, whose previous values it never reads, and returns these tensors. PyTorch
-2.13 added the tags `torch.Tag.inplace` and `torch.Tag.out` for the two. In older releases, only the
-schema shows whether an operator follows one of them.
+2.13 added the tags `torch.Tag.inplace` and `torch.Tag.out` for these conventions. In older
+releases, only the schema shows whether an operator follows one of them.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torchop._compat import compilers, opaque_types
 from torchop._schema.types import spell
 
 Class = TypeVar("Class", bound=type)
-# Objects of these classes cannot be opaque, because Dynamo traces into them or PyTorch flattens
-# them.
+# Objects of these classes cannot be opaque (passed through a graph unchanged), because Dynamo
+# traces into them or PyTorch flattens them.
 _TRACED = (
     torch.Tensor,
     torch.nn.Module,

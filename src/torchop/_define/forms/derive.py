@@ -1,7 +1,7 @@
 """Derive the in-place and out= forms of a functional operator.
 
 Each form calls the functional operator and copies the result into its own argument. Compilers
-simply trace these two steps, so they need no special support for forms.
+simply trace these two steps, so they need no special support for these forms.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Structure:
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def statics_of_call(self, kwargs: Mapping[str, Any], flat: Any) -> dict[str, Any]:
-        """Return the values of a call that determine the structure of its gradients, by name.
+        """Return a dict of the values of a call that determine the structure of its gradients.
 
         These are the keys of dicts in the arguments, and the static (non-tensor) parts of the
         result. `flat` is the result of the operator as PyTorch sees it, with one tensor or number

@@ -59,8 +59,7 @@ class Check:
         """Return whether `pattern` matches the name of this check.
 
         `pattern` may be a full name, the last part of a name, a family, or a wildcard such as
-        `"memory.*"`. A name without a provider, such as "triton", matches the check for every
-        provider.
+        `"memory.*"`. A name without a provider in brackets matches the check for every provider.
         """
         return any(is_named(name, pattern) for name in (self.name, self.kind.name))
 

@@ -83,7 +83,7 @@ class Rerun(NamedTuple):
         """Return the gradient of each tensor that needs one.
 
         If no output depends on a tensor, the gradient is zero. `grad_outputs` contains the gradient
-        of each output tensor, also of each tensor in a list. None means zero. `run` computes the
+        of each output tensor, including tensors in lists, where None means zero. `run` computes the
         outputs. By default, it runs the kernel.
         """
         run = run or self.outputs
@@ -97,7 +97,7 @@ class Rerun(NamedTuple):
         with autograd.above_autograd():
             if create_graph:
                 # `_body_input` creates leaves for tensors that have no autograd graph, as after
-                # `torch.func.vjp`. These leaves require grad, but nobody can differentiate with
+                # `torch.func.vjp`. These leaves require grad, but no caller can differentiate with
                 # respect to them. So record the gradients only if another tensor requires grad.
                 constants = [tensor for tensor in sources if tensor.is_leaf]
                 create_graph = any(

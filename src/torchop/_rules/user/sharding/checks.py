@@ -13,8 +13,8 @@ from torchop.extend import Argument, OpOverload, Schema, short_repr
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
 # Error messages suggest 'replicate', because it is correct for every operator. They must not
-# suggest a sharding rule in which every operand is '...', which would also fit every schema,
-# because it declares that the operator is pointwise.
+# suggest a sharding rule in which every operand is '...': it would fit every schema too, but
+# declares that the operator is pointwise.
 IN_DOUBT = "If in doubt, write 'replicate': it is right for every operator."
 
 
