@@ -113,3 +113,27 @@ def test_exception_caused_by_earlier_calls_is_a_failure(namespace: str) -> None:
     (finding,) = report.findings
     assert finding.failure.check == "contracts.repeated"
     assert "raises TypeError" in finding.failure.message
+
+
+def _normalize(x: Tensor) -> Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    return centered * (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_amplified_rounding_errors_are_accepted(namespace: str, dtype: torch.dtype) -> None:
+    # In a row of equal numbers, normalizing divides the rounding errors of the mean by almost 0.
+    # The layout determines the order in which PyTorch adds the numbers, and so these errors.
+    op = torchop.custom_op(f"{namespace}::normalize", _normalize, mutates_args=())
+    x = (torch.randn(3, 37, generator=torch.Generator().manual_seed(0)) + 2).to(dtype)
+    check(op, (x,), only=["memory"])
+
+
+def test_wrong_strides_are_detected_beside_amplified_rounding_errors(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::normalize", mutates_args=())
+    def normalize(x: Tensor) -> Tensor:
+        return _normalize(torch.as_strided(x, x.shape, (x.shape[1], 1)))
+
+    report = check(normalize, (torch.rand(4, 4),), only=["memory"], raise_exception=False)
+    failed = {result.check for result in report.results if result.outcome == "failed"}
+    assert {"memory.transposed", "memory.gaps"} <= failed

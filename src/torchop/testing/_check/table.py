@@ -25,6 +25,7 @@ from torchop.testing._check.checks import (
     later_calls,
     leaking,
     process,
+    programs,
     providers,
     residuals,
     results,
@@ -370,6 +371,6 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone("subsystems", contexts.autocast, contexts.inference_mode),
     *alone("subsystems", contexts.subclasses, contexts.sharding, contexts.flops),
     *alone("subsystems", accelerator.accelerator, accelerator.capture),
-    *alone("subsystems", contexts.vmap_compiled, fakes.compiled, is_costly=True),
-    *alone("subsystems", fakes.compiled_autocast, fakes.export_dynamic, is_costly=True),
+    *alone("subsystems", contexts.vmap_compiled, programs.compiled, is_costly=True),
+    *alone("subsystems", programs.compiled_autocast, programs.export_dynamic, is_costly=True),
 )

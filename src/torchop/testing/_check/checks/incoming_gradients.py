@@ -18,6 +18,7 @@ from torchop.testing._check.checks.gradients import (
     gradient_case,
     moved_inputs,
     needs_digits,
+    needs_finite_results,
     needs_formula,
     slope_problem,
     with_formula,
@@ -259,6 +260,7 @@ def gradients_are_linear(call: Call) -> None:
 
 def gradients_follow_values(call: Call) -> None:
     """Check gradients against finite differences after a backward pass with other values."""
+    needs_finite_results(call)
     function, inputs = call.function()
     probes.gradients(function, inputs)
     problem = slope_problem(function, lambda place: moved_inputs(call, 0.1 * (place + 1)))

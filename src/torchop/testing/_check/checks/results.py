@@ -13,7 +13,7 @@ from torch import Tensor
 from torchop import AliasError
 from torchop.extend import Form, named_inputs, named_outputs
 from torchop.testing import probes
-from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.calls import Call, CannotCheck, Example
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.order import (
     depends_on_order,
@@ -24,6 +24,9 @@ from torchop.testing._check.subject import Subject
 from torchop.testing._contents import check_outputs
 from torchop.testing._snapshot import overlap
 from torchop.testing.process_state import restored
+
+# Each input is moved by one unit in the last place, but kernels round many intermediate results.
+_ROUNDING = 16
 
 
 def succeeds(call: Call) -> None:
@@ -48,7 +51,46 @@ def same_as_contiguous(
         probes.assert_same(call.record.outcome, expected, what, **tolerances)
     except AssertionError:
         writes_every_element(call, what)  # has a clearer message if elements are uninitialized
+        if not tolerances.keys() & {"rtol", "atol"} and _differs_by_rounding(call, expected):
+            return
         raise
+
+
+def _differs_by_rounding(call: Call, expected: Sequence[Any]) -> bool:
+    """Return whether the outcome differs from `expected` by no more than amplified rounding errors.
+
+    Kernels may add numbers in another order if the layout differs. Most results change by a few
+    units in the last place, but some amplify this: normalizing a row of equal numbers divides
+    rounding errors by almost 0. So move each input by one unit in the last place, and allow errors
+    in proportion to the change of the result.
+    """
+
+    def moved(share: float) -> list[Any]:
+        def change(tensor: Tensor) -> Tensor:
+            if not (tensor.dtype.is_floating_point and tensor.itemsize > 1):
+                return tensor.clone()
+            step = share * torch.finfo(tensor.dtype).eps * probes.signs_like(tensor)
+            return (tensor.detach().double() * (1 + step)).to(tensor.dtype)
+
+        example = Example(*probes.contiguous_copies(tuple(call.changed(change))))
+        return probes.outcome(call.op, *example)
+
+    try:
+        nearby = [moved(share) for share in (1.0, -1.0)]
+    except Exception:  # the operator or `valid` rejects the moved inputs
+        return False
+    for one, other, *others in zip(call.record.outcome, expected, *nearby, strict=True):
+        values = (one, other, *others)
+        if not all(isinstance(value, Tensor) and value.shape == one.shape for value in values):
+            return False
+        one, other, *others = (probes.dense(value.detach()).double() for value in values)
+        change = torch.stack([(each - other).abs() for each in others]).amax(0)
+        # A few elements may happen not to change, so allow the mean change for all of them.
+        bound = _ROUNDING * (change + change.nanmean())
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        if not bool((is_same | ((one - other).abs() <= bound)).all()):
+            return False
+    return True
 
 
 def has_declared_layouts(call: Call) -> None:
