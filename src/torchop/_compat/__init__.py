@@ -1,4 +1,4 @@
-"""All uses of PyTorch internals, with one module for each part of PyTorch.
+"""Wrap all PyTorch internals that torchop uses, with one module for each part of PyTorch.
 
 The rest of torchop uses private names of PyTorch only through these modules, so supporting a new
 release of PyTorch means changing this package alone. The package is checked on torch 2.11, 2.13 and

@@ -47,10 +47,10 @@ _of_kernel = _OfKernel()
 
 
 def disabled(device_type: str, key: str) -> contextlib.AbstractContextManager[None]:
-    """Disable autocast for a device. `key` is its autocast dispatch key, such as "AutocastCPU"."""
+    """Disable autocast for a device type. `key` is its dispatch key, such as "AutocastCPU"."""
     keys = dispatch.without_keys(key)
-    # Dispatch modes read the kernel's autocast state from `_of_kernel`, so set it only if a mode is
-    # active.
+    # Only dispatch modes read the kernel's autocast state from `_of_kernel`, so skip storing it if
+    # no mode is active.
     return _disabled(device_type, keys) if dispatch.dispatch_modes_are_active() else keys
 
 
@@ -67,7 +67,7 @@ def _disabled(device_type: str, keys: contextlib.AbstractContextManager[None]) -
 
 @contextlib.contextmanager
 def traced_in(state: State) -> Iterator[None]:
-    """Apply the autocast state of the trace while `torchop::in_autocast` calls an operator."""
+    """Apply the traced autocast state while `torchop::in_autocast` calls an operator."""
     before = _of_kernel.state, _of_kernel.disabled
     _of_kernel.state, _of_kernel.disabled = state, frozenset()
     try:
@@ -81,7 +81,8 @@ def state_of_kernel() -> State:
     """Return the autocast state in which the kernel runs. Call this only from a mode's handler.
 
     While the handler of a dispatch mode runs, PyTorch excludes the autocast keys, so autocast would
-    look disabled. So read the state with the keys that were set before the outermost call.
+    look disabled. So read the state under the dispatch keys that were active before the outermost
+    call.
     """
     found = _of_kernel.state
     if found is None:

@@ -51,7 +51,7 @@ def above_autograd() -> contextlib.AbstractContextManager[object]:
 def same_keys() -> contextlib.AbstractContextManager[object]:
     """Return a context manager that restores this thread's current dispatch keys when entered.
 
-    The thread's included and excluded keys are captured now, when this function is called.
+    The included and excluded keys to restore are those at the time of the call to this function.
     """
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
@@ -90,8 +90,8 @@ def reached_edges(
 ) -> Iterator[tuple[Any, int]]:
     """Follow the autograd graph from tensors that require grad to the leaves, and yield the edges.
 
-    An edge consists of a node and the index of one of the node's outputs. The edges before an edge
-    in `end` are left out.
+    An edge consists of a node and the index of one of the node's outputs. The search does not
+    continue past the edges in `end`.
     """
     edges = _edges_of(tensors)
     seen: set[Any] = {None}
@@ -185,9 +185,10 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
 
     Since 2.13, instantiating the class of `ctx` creates a node, so this function returns that
     class. Before 2.13, nodes are only created by `apply` (see `THPFunction_apply` in
-    torch/csrc/autograd/python_function.cpp). On these releases, callers pass a function
-    `take_node`, and the callable is the `apply` of an autograd function with `take_node` as its
-    forward: it creates a node, calls `take_node` with the node as `ctx`, and returns the result.
+    torch/csrc/autograd/python_function.cpp). So on these releases, callers pass a function
+    `take_node`, which becomes the `forward` of an autograd function. The returned callable is the
+    `apply` of that autograd function: it creates a node, calls `take_node` with the node as `ctx`,
+    and returns the result.
     """
     if take_node is None:
         return context_type(function)

@@ -45,9 +45,9 @@ _FUNCTIONS = (
 def forget_entry(qualname: str) -> None:
     """Reset an operator's effect in torch.library's registry, and remove the entry if it is empty.
 
-    An effect makes PyTorch preserve the operator's calls and their order. The entry is not empty if
-    another library has registered rules, such as a fake kernel, for the operator. Those rules stay,
-    just as that library's kernels stay in the dispatcher.
+    An effect makes PyTorch preserve the operator's calls and their order. If another library has
+    registered a rule for the operator, such as a fake kernel, the entry is not empty, and the rule
+    stays registered, just as that library's kernels stay in the dispatcher.
     """
     entry = _rules_registry._data.get(qualname)
     if entry is not None:
@@ -74,9 +74,9 @@ def forget_objects(ops: Collection[Any]) -> None:
     identities = set(map(id, ops))
     for key in list(cache):
         called = key.key[0]
-        # Each key of FakeTensorMode's cache describes one call. Higher-order operators may receive
-        # the overload as any argument, so check all parts of their keys. For other calls, it is
-        # enough to check the called operator, which is faster because the cache is large.
+        # Each key of FakeTensorMode's cache describes one call. A higher-order operator may receive
+        # the overload as any of its arguments, so check all parts of the key. For other calls,
+        # check only the called operator: this is enough, and faster for a large cache.
         parts = (called,) if isinstance(called, OpOverload) else key.key
         if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)

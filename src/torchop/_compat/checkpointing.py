@@ -20,9 +20,8 @@ _MODES: tuple[Any, ...] = tuple(
     if hasattr(checkpoint, name)
 )
 # The dispatch modes that call the user's policy function, which decides for each operator whether
-# to save its result. Since 2.12, only the mode for the forward pass does so. In 2.11, the mode for
-# the recomputation calls the policy function too, so the policy must make the same decision both
-# times.
+# to save its result. Since 2.12, only the mode for the forward pass calls it. In 2.11, the mode for
+# the recomputation calls it too, so the policy function must make the same decision both times.
 POLICY_MODES: tuple[type, ...] = tuple(
     mode
     for mode in _MODES

@@ -1,4 +1,4 @@
-"""Include operators' rules in the keys of PyTorch's persistent caches of compiled graphs."""
+"""Make the keys of PyTorch's compile caches depend on operators' fake kernels and other rules."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchop._compat import graphs, import_hooks
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
 # Inductor includes the `uuid` of every custom pass in its cache keys, so torchop registers a pass
-# with a `uuid` that changes with the operators' rules, such as fake kernels. The pass is registered
-# for a made-up device type. Since no tensor has this type, the pass never runs, and it cannot
-# replace a pass that the user has registered.
+# whose `uuid` changes when a fake kernel or another rule of an operator is edited. The pass is
+# registered for a made-up device type. Since no tensor has this type, the pass never runs, and it
+# cannot replace a pass that the user has registered.
 _DEVICE = "torchop"
 
 
@@ -28,10 +28,10 @@ def identify_operators(identify: Identify) -> None:
     """Make the cache key of each compiled graph depend on the rules of the operators in the graph.
 
     Workaround for pytorch/pytorch#144344 and pytorch/pytorch#160472: PyTorch's cache keys ignore
-    the code of backward formulas and fake kernels, so after such a function has been edited, the
-    cache still returns the old graph. Until this is fixed, add `identify(names)` to the key that
-    the caches of AOTAutograd and Inductor share, where `names` are the operators in the graph. On
-    releases without `custom_backend_passes`, this is a no-op, and `uncovered_caches` lists the
+    the code of rules such as backward formulas and fake kernels, so after a rule has been edited,
+    the cache still returns the old graph. Until this is fixed, add `identify(names)` to the key
+    that the caches of AOTAutograd and Inductor share, where `names` are the operators in the graph.
+    On releases without `custom_backend_passes`, this is a no-op, and `uncovered_caches` lists the
     caches that may return old graphs.
     """
 
@@ -87,7 +87,7 @@ def _float_values() -> list[str]:
 
 
 def uncovered_caches() -> dict[str, str]:
-    """Return a remedy for each cache that ignores changed rules of operators on this release."""
+    """Return a remedy for each PyTorch cache that returns old graphs after a rule was edited."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
     uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):

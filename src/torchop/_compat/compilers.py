@@ -95,8 +95,9 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of the call to `op` that Dynamo is tracing, or None outside of a trace.
 
-    The arguments are read from the frame of `run_node` (torch/_dynamo/utils.py). In the kernel it
-    would be too late, because the dispatcher has already converted symbolic values to numbers.
+    The arguments are read from the frame of `run_node` (torch/_dynamo/utils.py). The kernel does
+    not receive the original arguments, because the dispatcher has already converted symbolic values
+    to numbers.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "run_node" and frame.f_code.co_filename.endswith(_NODES_FILE):

@@ -58,7 +58,7 @@ def is_functional(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def traced_by_mode() -> Iterator[FunctionalTensorMode]:
-    """Functionalize the calls in a `with` block with FunctionalTensorMode instead of in C++."""
+    """Functionalize calls in a `with` block by `FunctionalTensorMode` instead of in C++."""
     keys = (
         DispatchKey.Functionalize,
         DispatchKey.FuncTorchDynamicLayerBackMode,

@@ -20,9 +20,9 @@ class DeviceTraits(NamedTuple):
     Check `is_in_use()` before calling the other functions, because they would initialize the
     device. `is_in_bad_fork()` is true if this process was forked after the device had been
     initialized, so the device is unusable. While `is_capturing()` is true, the current stream is
-    being captured into a graph, so synchronizing would fail. The functions for generator states are
-    None if the device has no such states. `size_of_state` returns a size in bytes, and is safe to
-    call during a capture.
+    being captured into a graph, so synchronizing would fail. The functions that get and set
+    generator states are None if the device has no generators. `size_of_state` returns a size in
+    bytes, and is safe to call during a capture.
     """
 
     type: str
@@ -74,7 +74,7 @@ def accelerator_type() -> str:
 
 
 def accelerator_count() -> int:
-    """Return the number of accelerators, or 0 if the program has not used one yet."""
+    """Return the number of accelerators, or 0 if the program has not initialized them so far."""
     found = accelerator()
     return 0 if found is None else found.device_count()
 
@@ -93,8 +93,8 @@ def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
         query: Callable[[], bool] = module.is_current_stream_capturing
         return query
     accelerated = _accelerator()
-    # If the device module lacks this function, use `torch.Stream.is_capturing`, which exists since
-    # 2.13.
+    # If the device's module has no `is_current_stream_capturing`, use `torch.Stream.is_capturing`,
+    # which exists since 2.13.
     has_query = hasattr(torch.Stream, "is_capturing") and accelerated is not None
     if not has_query or accelerated.type != device_type:
         return lambda: False

@@ -31,8 +31,8 @@ def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
     return keyset & AFTER_ADINPLACEORVIEW
 
 
-# Parses the name of a dispatch key. Unlike the Python enum `DispatchKey`, this function supports
-# all autocast keys.
+# Parses the name of a dispatch key. Unlike the Python enum `DispatchKey`, it supports the autocast
+# keys of all devices.
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
@@ -138,8 +138,8 @@ def with_overlooked_keys(
     When the dispatcher computes the keys of a call, it ignores tensors in a list of optional
     tensors (`Tensor?[]`). So a BackendSelect kernel or a mode's handler calls this function before
     it redispatches such a call. The result contains the keys of `tensors` and the keys in `keyset`,
-    which are the keys that the dispatcher computed. A mode's handler does not receive these keys,
-    so it passes no `keyset`.
+    which are the keys that the dispatcher computed. A mode's handler omits `keyset`, because
+    PyTorch does not pass these keys to handlers.
     """
     # Every call has the key ADInplaceOrView, so the kernel at this key has already run by now.
     # Remove the key, so that the kernel does not run twice.
@@ -276,9 +276,9 @@ _TRANSFORMS_OF_FAKES = _TRANSFORMS - DispatchKeySet(DispatchKey.Functionalize)
 def is_handled_by_mode() -> bool:
     """Return whether the running kernel was called by the handler of a TorchDispatchMode.
 
-    A torch.func transform excludes the same keys as a mode, but this function returns False inside
-    a transform: if `with_transforms` included these keys again, the call would enter the transform
-    a second time (see `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
+    A torch.func transform excludes the same keys as a mode, but inside a transform this function
+    returns False, because the call would enter the transform a second time if `with_transforms`
+    included the keys again (see `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.PythonTLSSnapshot)

@@ -138,7 +138,7 @@ def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(placement: Any) -> bool:
-    """Return whether a placement is of a basic type. The masked Partial of an embedding is not."""
+    """Return whether a placement has a basic type, unlike the masked Partial of an embedding."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return type(placement) in (Partial, Replicate, Shard)
@@ -153,7 +153,8 @@ def _decision(
 ) -> tuple[Any, list[Any]]:
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
-    # `refusal` has not run yet if DTensor was not imported when the sharding rule was registered.
+    # Check `refusal` here, because it could not run at registration time if DTensor was not
+    # imported yet.
     refused = refusal(op, aten)
     if refused is not None:
         raise ShardingError(refused)

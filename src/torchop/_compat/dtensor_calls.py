@@ -68,7 +68,7 @@ Rows = Callable[[Call], Sequence[Row]]
 
 
 def is_one(size: Any) -> bool:
-    """Return whether a size is known to be 1, without adding a guard on a symbolic size."""
+    """Return whether a size is known to be 1, without adding a guard if the size is symbolic."""
     if isinstance(size, int):
         return size == 1
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -77,7 +77,7 @@ def is_one(size: Any) -> bool:
 
 
 def same_size(left: Any, right: Any) -> bool:
-    """Return False if two sizes are known to differ, without adding a guard on symbolic sizes."""
+    """Return False if two sizes are known to differ. Add no guard if they are symbolic."""
     if isinstance(left, int) and isinstance(right, int):
         return left == right
     from torch.fx.experimental.symbolic_shapes import guard_or_true

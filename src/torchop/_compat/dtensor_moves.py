@@ -28,12 +28,12 @@ class Inputs:
         self.mesh = mesh
         specs = [strategy.strategies[0].output_spec for strategy in strategies]
         self.current: list[Placements] = [spec.placements for spec in specs]
-        # Number the tensors so that equal specs share a number, and compute costs once per number.
-        # This pays off because many tensors of a call often have the same shape and placements.
+        # Give equal specs the same number, so that costs are computed once per number. This pays
+        # off because the tensors of a call often have the same shape and placements.
         kinds: dict[Any, int] = {}
         self._kinds = [
-            # Specs with symbolic sizes are not hashable, so each of their tensors gets a separate
-            # number.
+            # A spec with symbolic sizes is not hashable, so it cannot share a number with other
+            # specs.
             kinds.setdefault(spec, index) if _is_static(spec) else index
             for index, spec in enumerate(specs)
         ]
@@ -100,7 +100,7 @@ class Inputs:
 
     @functools.cached_property
     def communication_has_cost(self) -> bool:
-        """Whether DTensor computes costs above 0. On ranks outside of the mesh, all costs are 0."""
+        """Whether costs can exceed 0. For ranks outside of the mesh, DTensor returns 0."""
         from torch.distributed.tensor import Replicate
 
         everywhere = (Replicate(),) * self.mesh.ndim

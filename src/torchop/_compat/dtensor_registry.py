@@ -134,9 +134,9 @@ def redistributed(value: Any, spec: Any) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-# Maps each operator name to the threads in which DTensor has run the operator's strategy. These
-# threads may have cached a decision under the address of the overload. If a later operator of the
-# same name got the same address, DTensor would reuse the stale decision.
+# Maps each operator name to the threads in which DTensor has run the operator's strategy. DTensor
+# caches its decisions per thread, under the address of the overload. If the operator is redefined
+# and the new overload gets the same address, these threads may reuse a stale decision.
 _callers: dict[str, set[int]] = {}
 
 
@@ -152,9 +152,9 @@ _REGISTRIES = (
 def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
     """Return a RuntimeSchemaInfo that makes DTensor include non-tensor arguments in cache keys.
 
-    The arguments in `unhashed` are left out. `static_kwargkey` lists all other keyword-only
-    arguments, even tensors, because DTensor would otherwise omit tensors that are passed by keyword
-    from its keys.
+    The arguments in `unhashed` are left out. All other keyword-only arguments are listed in
+    `static_kwargkey`, even tensors: without this, DTensor's keys would ignore tensors that are
+    passed by keyword.
     """
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -177,7 +177,7 @@ def needs_python(op: OpOverload) -> bool:
 
     The C++ code does not redistribute tensors in keyword arguments (pytorch/pytorch#167977). It
     treats every operator whose name ends in an underscore as in-place, even if the operator returns
-    a new tensor (`OpSchema.is_inplace_op` in torch/distributed/tensor/_op_schema.py). And its cache
+    a new tensor (`OpSchema.is_inplace_op` in torch/distributed/tensor/_op_schema.py). Its cache
     supports only some types of arguments.
     """
     arguments, returns = op._schema.arguments, op._schema.returns

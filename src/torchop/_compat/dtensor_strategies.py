@@ -161,7 +161,7 @@ def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
 
 
 class _LastCall(threading.local):
-    """The last call for which DTensor ran the fake kernel in this thread, and the results."""
+    """The latest call for which DTensor ran the fake kernel in this thread, with its results."""
 
     op_schema: Any = None
     results: Any = None

@@ -55,7 +55,7 @@ def on_uncounted_call(report: Callable[[str], None]) -> None:
 
     `report` is called once for each overload of the packet, because FlopCounterMode only records
     which packet was called. For an operator without a formula, `FlopCounterMode._count_flops`
-    (torch/utils/flop_counter.py) silently adds nothing and offers no hook, so this function wraps
+    (torch/utils/flop_counter.py) silently counts 0 FLOPs. Since it has no hook, this function wraps
     it.
     """
     reported: set[str] = set()

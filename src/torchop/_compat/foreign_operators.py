@@ -1,4 +1,4 @@
-"""Query other packages' operators: which library defined them, and how PyTorch calls them."""
+"""Query other packages' operators: which library defined an operator, and how PyTorch calls it."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def enters_in_cpp(overload: OpOverload) -> bool:
 def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
     """Return the attribute that `is_dispatched_in_python` reads, as (dictionary, key, value).
 
-    torchop decides in advance how to run native calls (calls that skip the dispatcher) to an
-    operator. The decision is valid only as long as the attribute does not change, so each native
-    call compares the value in the dictionary with the recorded one.
+    torchop plans native calls (calls that skip the dispatcher) in advance. The plan is valid only
+    while this attribute does not change, so each native call compares the value in the dictionary
+    with the recorded value.
     """
     attributes = vars(overload)
     if _DISPATCHER not in attributes:

@@ -58,8 +58,9 @@ def _register_waiting() -> None:
 def _register(overload: OpOverload) -> None:
     module: Any = sys.modules[_LOWERING]
     if not as_strided_ignores_offsets():
-        # If `as_strided` ignores offsets, that bug cancels out the wrong offset of 0 from
-        # `sym_storage_offset`, so fixing only one of the two bugs would lead to wrong results.
+        # An `as_strided` that ignores offsets hides the wrong offset of 0 from
+        # `sym_storage_offset`. Fixing only one of these two bugs would lead to wrong results, so
+        # then add no lowering.
         module.lowerings.setdefault(
             torch.ops.aten.sym_storage_offset.default, _lower_storage_offset
         )
@@ -123,7 +124,7 @@ def _lower_storage_offset(tensor: Any) -> Any:
 
 
 def before_copies_are_removed(change: Callable[[torch.fx.Graph], None]) -> None:
-    """Let `change` change each graph before Inductor removes copies from it."""
+    """Register `change`, which modifies each graph before Inductor removes copies from it."""
 
     def connect() -> None:
         module: Any = sys.modules[_POST_GRAD]
@@ -140,9 +141,10 @@ def before_copies_are_removed(change: Callable[[torch.fx.Graph], None]) -> None:
 
 
 def is_write(node: torch.fx.Node) -> bool:
-    """Return whether a node calls an operator that mutates arguments, and returns the new values.
+    """Return whether a node stands for a call that mutates arguments, in functionalized form.
 
-    This is how a trace calls an operator before Inductor decides which arguments it may mutate.
+    Such a node returns the new values of the mutated arguments. Inductor later decides which of the
+    arguments the call may mutate in place.
     """
     return node.target is torch.ops.higher_order.auto_functionalized_v2
 
@@ -161,6 +163,7 @@ def bases_of_result(node: torch.fx.Node) -> list[Any]:
     called, bases = call.args[0], cast(list[Any], call.kwargs["_all_bases"])
     if not isinstance(called, OpOverload):  # a higher-order operator, such as `while_loop`
         return bases
-    # The new values follow the results. A call without results has None in front of them.
+    # The node returns a tuple of the operator's results, or one None if there are none, followed by
+    # the new values.
     place = cast(int, index) - max(1, len(called._schema.returns))
     return [bases[place]] if place >= 0 else []

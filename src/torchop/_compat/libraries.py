@@ -131,7 +131,8 @@ def run_waiting_hooks() -> None:
     """Run the hooks of closed libraries. The caller must not hold the registration lock.
 
     If any hooks raise, the first exception is reraised after all hooks have run. An exception from
-    a hook that the garbage collector queued is only logged, because it does not concern the caller.
+    a hook that the garbage collector queued is only logged, because the caller has nothing to do
+    with that library.
     """
     first: BaseException | None = None
     while waiting_hooks:
@@ -230,8 +231,8 @@ class _Contents(NamedTuple):
         # ExitStack still runs the others, in reverse order, and then reraises the exception.
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget, reasons, defined, implemented)
-            # A removed kernel may still be running in a call to another library's operator, so keep
-            # the kernel's function alive.
+            # This library may have registered kernels for another library's operator, and a call
+            # may still be running one of them, so keep the kernels' functions alive.
             stack.callback(_hooks.extension.keep_memory((), others, False))
             stack.callback(_hooks.extension.keep_memory(qualnames, (), True))
             if self.m is not None:

@@ -67,8 +67,8 @@ def is_defined_in_python(qualname: str) -> bool:
 
 def defined_in_python() -> set[str]:
     # Strip whitespace, because PyTorch stores names as written, and one of its own names contains a
-    # newline. Copy the set first, because a garbage collection may finalize a library, which
-    # removes names from the set.
+    # newline. Iterate over a copy of the set: if the garbage collector finalized a library during
+    # the loop, names would be removed from the set, and Python would raise RuntimeError.
     names = (re.sub(r"\s", "", name) for name in torch.library._defs.copy())
     return set(filter(has_schema, names))
 

@@ -124,9 +124,9 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     # is the hash of the packet's `_op`, and an `operator` preserves it.
     if not any(entries) and hash(function) != hash(packet):
         function = operator(packet, None, function)
-    # Build a linked list of functions, one for each overload that can try native calls (without the
-    # dispatcher). Stop at the first overload without an entry (the C++ object that tries native
-    # calls).
+    # Build a linked list of functions, one for each overload that can try native calls (calls that
+    # skip the dispatcher). Stop at the first overload that has no `entry`, the C++ object for
+    # native calls.
     chain = None
     for entry in reversed(entries):
         chain = operator(packet, entry, function, chain) if entry else None

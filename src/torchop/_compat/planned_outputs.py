@@ -35,8 +35,8 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
 
     `qualname` is the functional operator, and `name` is its out or in-place form. An out form must
     not read the buffers that it writes to, and an in-place form must not read an element of its
-    first argument after writing to it. `form()` returns the form, or None as long as the form runs
-    different kernels than the functional operator.
+    first argument after writing to it. `form()` returns the overload of this form, or None while
+    its kernels differ from those of the functional operator.
     """
     if not _forms:
         for module in (_LOWERING, _REINPLACE):
@@ -107,8 +107,8 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     """Return whether a call may overwrite its first argument, provided no later node reads it."""
     config: Any = sys.modules["torch._inductor.config"]
     # If the operator has a declared side effect, the node's target is a higher-order operator
-    # instead of `functional`. Inductor's C++ and FX wrappers do not support the node that this
-    # module creates. So in both cases, do not overwrite the argument.
+    # instead of `functional`. With a C++ or FX wrapper, Inductor does not support the node that
+    # this module creates. In these cases, do not overwrite the argument.
     if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
         return False
     if inplace not in forms_in_graphs(functional._name):
@@ -234,8 +234,8 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(functional, *args, **kwargs)
         example, tensors, constants, unflatten, unbacked = _fields(processed)
         results = (example,) if isinstance(example, torch.Tensor) else example
-        # Give up if a result has data-dependent sizes, because its buffer cannot be allocated
-        # before the call.
+        # If a result has data-dependent sizes, use the default lowering, because the buffer cannot
+        # be allocated before the call.
         if unbacked or not all(map(_is_plannable, results)):
             return None
     layouts = [
@@ -339,8 +339,8 @@ def _node_classes() -> tuple[Any, Any, Any]:
 
     class Several(ir.ExternKernelMultiOut):
         def codegen(self, wrapper: Any) -> None:
-            # The kernel writes to all output buffers, so restore the ones that Inductor removed
-            # because nothing reads them.
+            # Inductor removes output buffers that nothing reads. But the kernel writes to all of
+            # them, so restore the removed buffers.
             for output in self.outputs:
                 V.graph.removed_buffers.discard(output.get_name())
             super().codegen(wrapper)

@@ -1,4 +1,4 @@
-"""torch.library's registries of handles, fake kernels, effects and torch_dispatch rules.
+"""Access torch.library's registries of handles, fake kernels, effects and torch_dispatch rules.
 
 A handle is the object that `custom_op` returns. An effect makes functionalization preserve an
 operator's calls and their order. A torch_dispatch rule handles an operator's calls under a mode or

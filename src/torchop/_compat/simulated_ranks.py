@@ -51,8 +51,8 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
     pending = [dim for dim, placement in enumerate(placements) if placement.is_partial()]
     without_sums = [Replicate() if p.is_partial() else p for p in placements]
     value = distribute_tensor(tensor.detach().clone(), mesh, without_sums, src_data_rank=None)
-    # `_on_each_rank` gives each rank its own copy of the local tensor, since the operator under
-    # test may write to it.
+    # The operator under test may write to the local tensor, so `_on_each_rank` passes each rank a
+    # separate copy.
     local = _on_each_rank(
         value.to_local(),
         lambda rank, part: part * _share(mesh, rank, pending, placements) if pending else part,

@@ -28,8 +28,8 @@ from torchop._errors import OperatorGoneError
 
 Name: TypeAlias = tuple[str, str, str]  # an operator's namespace, name and overload
 OpNamespace = _OpNamespace
-# Reserved names. An operator or namespace with one of these names would be unreachable, because
-# `torch.ops` or a namespace already has an attribute of this name.
+# Reserved names. `torch.ops` or a namespace in it already has an attribute with each of these
+# names, so an operator or namespace of the same name would be unreachable.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",
     "_higher_order_op_namespace",
@@ -179,9 +179,9 @@ def invalidate(reasons: Mapping[Name, str], *, only_existing: bool = False) -> N
     """Make operators raise when called, before they are deregistered.
 
     Otherwise a later call, for example from a compiled graph, would read freed memory. `reasons`
-    maps the operators to error messages. By default, overload objects that `torch.ops` has not
-    created yet are created first, so that they can be invalidated too. With `only_existing`, they
-    are skipped.
+    maps the operators to error messages. `torch.ops` creates overload objects on first access. By
+    default, this function creates the missing ones, so that they will raise too. With
+    `only_existing`, it skips them.
 
     Raises:
         RuntimeError: see `refuse_running`. With `only_existing`, the library is already being
@@ -193,8 +193,8 @@ def invalidate(reasons: Mapping[Name, str], *, only_existing: bool = False) -> N
     for name, reason in reasons.items():
         if not only_existing:
             with contextlib.suppress(AttributeError):
-                # Create the overload object now so that it can be invalidated. If `torch.ops`
-                # created it later, calls to it would not raise.
+                # Create the overload object now, so that it can be made to raise. If `torch.ops`
+                # created it later, a call to it would read freed memory.
                 lookup_overload(*name)
         invalidated += _invalidate_overload(*name, reason)
     if invalidated:
@@ -202,10 +202,10 @@ def invalidate(reasons: Mapping[Name, str], *, only_existing: bool = False) -> N
 
 
 def _invalidate_overload(namespace: str, name: str, overload: str, reason: str) -> list[OpOverload]:
-    """Make an operator's packet and overload objects raise, and return the latter."""
+    """Make an operator's packet and overload objects raise, and return the overload objects."""
     packet = existing_packet(namespace, name)
-    # Leave the overload in the packet. If it were deleted, looking it up in a packet that is still
-    # referenced would create a new overload object, which would never be invalidated.
+    # Leave the overload in the packet. Otherwise, code that still holds the packet could look up
+    # the overload, which would create a new overload object that does not raise.
     existing = None if packet is None else vars(packet).get(overload or "default")
     cached = cached_overloads.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
@@ -251,9 +251,9 @@ def forget(names: Iterable[Name]) -> None:
 def preserve_packet(namespace: str, name: str) -> Iterator[None]:
     """Keep a packet in `torch.ops` while its operator is being replaced.
 
-    If the packet were removed, a lookup in another thread could create a second packet and
-    overload. These would outlive the old operator, because nothing invalidates them. The caller
-    must hold the registration lock.
+    If the packet were removed, a lookup in another thread could create a second packet and overload
+    for the old operator, and nothing would make them raise after the operator is deregistered. The
+    caller must hold the registration lock.
     """
     packet = f"{namespace}::{name}"
     _replaced.add(packet)
@@ -271,8 +271,8 @@ _replaced: set[str] = set()
 def clear_packet(namespace: str, name: str) -> None:
     """Remove a packet from `torch.ops` if its last overload was deregistered.
 
-    The packet stays in `torch.ops` if its operator is being replaced. If the packet was
-    invalidated, but the operator has an overload again, make the packet call that overload.
+    The packet stays in `torch.ops` if its operator is being replaced. If the packet already raises,
+    but the operator has an overload again, make the packet call that overload.
     """
     qualname = f"{namespace}::{name}"
     packet = existing_packet(namespace, name)
@@ -323,8 +323,7 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
         del attributes[attribute]
     vars(current._overloadpacket)[overload or "default"] = first
     # Another thread may have read `current` from `torch.ops` before it was replaced with `first`.
-    # Add `current` to `cached`, so that both objects are invalidated when the new operator is
-    # deregistered.
+    # Add `current` to `cached`, so that both objects raise once the new operator is deregistered.
     cached[1:] = [current]
 
 

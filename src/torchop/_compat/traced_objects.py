@@ -31,7 +31,7 @@ def is_replaceable(cls: type) -> bool:
 
 
 class TracedObject:
-    """A base class that hides the contents that a traced object inherits from the opaque type."""
+    """Base class of stand-ins in a trace. Reading an attribute of a stand-in raises an error."""
 
     __slots__ = ()
 

@@ -130,7 +130,7 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
 
 
 def _has_device_type(device_type: str, key: str) -> Callable[[Tensor], bool]:
-    """Return a predicate that checks whether a tensor is on a device of this type."""
+    """Return a function that checks whether a tensor is on a device of this type."""
     if device_type in ("cpu", "cuda"):
         return operator.attrgetter(f"is_{device_type}")  # five times as fast as `device.type`
     # A custom backend has two names, "privateuseone" and its registered name. Both map to the same

@@ -1,4 +1,4 @@
-"""Errors for missing backward formulas, and for formulas that read data while being traced."""
+"""Raise errors for missing backward formulas, and for formulas that read data in a trace."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from torchop._schema.forms import Form
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call to the operator.
+    """The arguments and results of a call to the operator that autograd records.
 
     `inputs` and `outputs` record which arguments and results are lists.
     """
@@ -196,8 +196,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
-    # If an in-place operator wrote to a view, the gradient has the shape of the view's base, so it
-    # cannot be compared with the input.
+    # If an in-place operator wrote to a view, the gradient has the shape of the view's base, so do
+    # not compare the gradient with the input.
     may_check_fit = schema.form is not Form.INPLACE
 
     def on_error(error: Exception, ctx: Any, *grads: Any) -> None:

@@ -86,7 +86,7 @@ def _mismatches(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tenso
 
 
 def sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
-    """Return whether autograd can reduce a gradient of shape `of` to `shape` by summing."""
+    """Return whether a gradient of shape `of` can be summed to `shape`, as after broadcasting."""
     return len(shape) <= len(of) and all(
         size in (1, other) for size, other in zip(reversed(shape), reversed(of), strict=False)
     )

@@ -79,8 +79,8 @@ class DerivedFormula(Formula):
         state = replay.ambient_state(values)
         with replay.capture_guard(self.definition, state):
             result = call()
-        # For DTensors, `_backward` can call `name__backward` only if no generator states and
-        # settings were saved. So save them only if they may affect the result.
+        # For DTensors, `_backward` can call `name__backward` only if the call saved no generator
+        # states and settings. So do not save them if they cannot affect the result.
         is_needed = (
             not state.is_plain
             or not dtensor.has_dtensors(values)

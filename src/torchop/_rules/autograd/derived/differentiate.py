@@ -198,9 +198,9 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:
-    """Yield the tensors among the results of a call, including the tensors in lists.
+    """Yield the tensors among the results of a call, or among their gradients.
 
-    `results` may instead be the gradients of the results.
+    Tensors in lists are yielded too.
     """
     for kind, value in zip(returns, results, strict=True):
         if "Tensor" in kind:
@@ -253,8 +253,8 @@ class DependencyMode(TorchFunctionMode):
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
         # Maps each storage to the function that wrote to it in place without autograd.
         self._written: dict[int, str] = {}
-        # The name of the function where data that depends on the inputs left autograd on its way to
-        # another library. None as long as no such data was exported.
+        # The function that passed data to another library, such as NumPy, if the data depends on
+        # the inputs. None as long as no such data was exported.
         self._exported: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:

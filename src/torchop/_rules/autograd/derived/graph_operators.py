@@ -139,8 +139,8 @@ class Training(HelperOperator):
         results = as_tuple(self.definition.schema, result)
         if is_without_state:
             return (*results, _no_state(values))
-        # The last result, the packed generator states and settings, is a CPU tensor. But if the
-        # arguments are meta tensors, all results must be on the meta device.
+        # The last result contains the packed generator states and settings, and is a CPU tensor.
+        # But if the arguments are meta tensors, all results must be on the meta device.
         is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
         device = "meta" if is_meta else "cpu"
         return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))

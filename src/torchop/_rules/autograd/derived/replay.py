@@ -46,8 +46,8 @@ class AmbientState(NamedTuple):
     """The generator states and settings during a call, packed into a byte tensor.
 
     If `is_plain` is true, autocast is disabled, and the default dtype and device are PyTorch's
-    initial ones. If `is_captured` is true, the state of a generator could not be read, because a
-    CUDA graph is being captured.
+    initial ones. If `is_captured` is true, a CUDA graph was being captured, so the state of a
+    generator could not be read.
     """
 
     packed: Tensor
