@@ -57,7 +57,8 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Private names of torch.library that other packages import, so torchop has them too.
+# Other packages import these private names from torch.library. torchop defines them too, so that
+# these packages can use torchop instead.
 _scoped_library = Library
 _register_effectful_op = register_effect
 

@@ -107,7 +107,7 @@ class _ShortErrors:
             raise type(error)(short_text(error)) from None  # type: ignore[misc]
 
 
-# A shared instance, because every operator definition enters this context manager several times.
+# Share one instance, because every operator definition enters this context manager several times.
 short_errors = _ShortErrors()
 
 
@@ -172,7 +172,7 @@ class GradientError(TypeError, RuntimeError):
 
 
 class MutationError(RuntimeError):
-    """An operator would mutate a tensor that must not be mutated."""
+    """An operator would mutate a tensor that it must not mutate, such as an expanded tensor."""
 
 
 class ForwardModeError(NotImplementedError):
@@ -266,8 +266,8 @@ dynamo_is_tracing: Callable[[], bool] = bool
 def _readable(error: Exception) -> str:
     """Return the `repr` of a torchop exception with its line breaks unescaped.
 
-    When a fake kernel raises the exception, Dynamo appends this `repr` to its own message, where it
-    should be readable.
+    When a fake kernel raises a torchop exception, Dynamo appends the `repr` to its own message.
+    With escaped line breaks, the message would be hard to read.
     """
     start = "\n" if dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
@@ -348,8 +348,9 @@ def _is_internal(module: str) -> bool:
 def users_place() -> Place:
     """Return the source line of the innermost frame outside of torchop and PyTorch."""
     frame = sys._getframe()
-    # The stack may also contain frames of PyTorch while a kernel runs, of importlib while torchop
-    # is being imported, and of contextlib inside a `with` block of torchop.
+    # Skip internal frames. Besides torchop's own frames, the stack may contain frames of PyTorch
+    # (while a kernel runs), of importlib (while torchop is being imported) and of contextlib
+    # (inside a `with` block of torchop).
     while frame.f_back is not None and _is_internal(str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))

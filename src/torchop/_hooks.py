@@ -1,8 +1,8 @@
 """Hooks through which lower layers call `_native` and `_define`, which they must not import.
 
 `_native` and `_define` replace the variables of this module later, so always read them as
-attributes, as in `_hooks.extension`. After `from torchop._hooks import extension`, a module would
-be stuck with the default value.
+attributes, as in `_hooks.extension`. A module that runs `from torchop._hooks import extension`
+would keep the default value forever.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 class NoExtension:
     """Stands in for the C++ extension until that is loaded.
 
-    It has the functions of `_native/_call_path.pyi` that lower layers call. The value that each of
-    them returns makes the caller fall back to Python.
+    It has the functions of the C++ extension (see `_native/_call_path.pyi`) that lower layers call.
+    Each of these functions returns a value with which the caller falls back to Python code.
     """
 
     Choice: Any = None
@@ -61,9 +61,9 @@ class NoExtension:
 
 # The C++ extension module, once it is loaded.
 extension: Any = NoExtension
-# Counts a call that runs an operator's kernel. `_native` sets this function until enough calls were
-# counted to compile the extension. At all other times it is None, so that calls only pay for a None
-# check.
+# A function that counts the calls of operators, so that `_native` starts compiling the extension
+# only after many calls. `_native` sets it while it counts. At all other times it is None, so that
+# the only overhead of a call is a check for None.
 count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.
 handle_type: Any = None

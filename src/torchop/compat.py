@@ -4,8 +4,9 @@ Calls to operators of `torch.library.custom_op` are slow, so inference engines h
 functions to register operators: `direct_register_custom_op` in vLLM and SGLang,
 `register_custom_op` in SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module
 have the same signatures, but define operators with `torchop.custom_op`, which makes calls faster.
-As in the engines, a result may share memory with an argument or with another result: this only
-causes a warning here, whereas other operators of torchop raise an error.
+As in the engines, a result may share memory with an argument or with another result. This only
+    causes a warning for operators of this module, whereas other operators of torchop raise an
+    error.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ def register_custom_op(
             mutated if isinstance(mutated, str) else tuple(mutated),
             _devices(name, device_types),
             fake_impl,
-            # An invalid `target_lib` may become None, because defining the operator rejects it.
+            # Replace an invalid `target_lib` by None here. Defining the operator rejects it anyway.
             weakref.ref(target_lib) if isinstance(target_lib, torch.library.Library) else None,
             () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
             out_shape,

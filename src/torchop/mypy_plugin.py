@@ -68,8 +68,8 @@ def _mark(context: ClassDefContext) -> bool:
         return False  # mypy has not analyzed CustomOp yet, and will call this hook again
     info = context.cls.info
     info.metadata[_MARK] = {}
-    # Make CustomOp the metaclass: for attributes that the class itself lacks, mypy falls back to
-    # the metaclass.
+    # Make CustomOp the metaclass, because mypy looks up attributes that the class lacks in its
+    # metaclass.
     info.metaclass_type = handle
     # Remove the decorator. Otherwise, mypy would also check whether the decorator accepts the class
     # as an argument.
@@ -86,8 +86,8 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
             signature = get_proper_type(function.type)
             if isinstance(signature, CallableType):
                 return signature.with_name(operator.name)
-    # A class with a string `schema` and one kernel per device has neither `forward` nor
-    # `signature`, so any arguments are accepted.
+    # The class has no `forward` or `signature` from which to take the parameters, because it has a
+    # string `schema` and one kernel per device instead. So accept any arguments.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(
         arg_types=[any_type, any_type],

@@ -34,8 +34,8 @@ def disabled() -> Iterator[None]:
     """Disable native calls in this thread inside a `with` block.
 
     All calls in the block go through PyTorch's dispatcher and give the same results, including
-    calls in a backward pass that starts in the block. Use it to compare results or timings with and
-    without native calls. Blocks can be nested.
+    calls in a backward pass that starts in the block. Use `disabled` to compare results or timings
+    with and without native calls. You can nest these blocks.
 
     Example:
         >>> import torch, torchop

@@ -53,8 +53,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _wrap_automodule(app: Sphinx) -> None:
-    # autodoc has two implementations, one of which is selected by an option in `conf.py`, so
-    # subclass whichever automodule directive is currently registered.
+    # autodoc has two implementations, and an option in `conf.py` selects one. So subclass the
+    # automodule directive that is currently registered.
     directive, _ = directives.directive("automodule", get_language("en"), new_document(""))
 
     class AutomoduleDirective(directive):  # type: ignore[misc, valid-type]

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# The accelerations that are in effect. An operator is accelerated for as long as one of them
-# matches it.
+# The `Acceleration` objects that have not been undone. An operator is accelerated for as long as a
+# pattern of one of these objects matches it.
 _active: list[Acceleration] = []
-# Maps each matching operator to the reason why it is not accelerated, or to None if it is.
+# For each operator that matches an active `Acceleration`, the reason why it is not accelerated, or
+# None if it is.
 _problems: dict[OpName, str | None] = {}
 _stop_watching: registries.RegistrationHook | None = None
 _DEREGISTERED = "it was deregistered"
@@ -136,7 +137,8 @@ class Acceleration:
     def _matching(self) -> list[OpName]:
         """Return the names of the registered operators that match a pattern.
 
-        Include operators from C++ code only if a pattern spells out their namespace.
+        Operators from C++ code are included only if a pattern names their namespace, without
+        wildcards.
         """
         names = defined_names()
         parts = (pattern.partition("::") for pattern in self._patterns)
@@ -199,8 +201,8 @@ def accelerate(*patterns: str) -> Acceleration:
                 _stop_watching = foreign_operators.watch_definitions(_defined)
         switch.request(_adopt_all)
         if switch.native_module() is None:
-            # Without the extension, `_adopt_all` only counts calls. `switch` calls it again once
-            # the extension is loaded.
+            # The C++ extension is not loaded yet, so `_adopt_all` only counts calls. `switch` calls
+            # `_adopt_all` again once the extension is loaded.
             _adopt_all()
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
@@ -253,7 +255,8 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
-    # An invalid name raises ValueError. Ignore it, because PyTorch itself reports this mistake.
+    # `OpName.parse` raises ValueError for an invalid name. Ignore the error here, because PyTorch
+    # itself reports invalid names.
     with contextlib.suppress(ValueError):
         name = OpName.parse(qualname)
         if _is_matched(name) and not _is_ours(library):

@@ -28,8 +28,8 @@ def tensor_for_number(
     Without this check, the dispatcher would silently convert the tensor to a number and drop the
     gradient, and for an int argument also the fraction. In compiled code, the same call would fail.
 
-    `others` holds the schemas of the operator's other overloads, one of which PyTorch may select
-    for the call instead.
+    `others` holds the schemas of the operator's other overloads. If one of them accepts a tensor
+    for this argument, PyTorch may select it for the call, so there is no error.
     """
     values = values_by_name(schema, args, kwargs)
     for argument in schema.numbers:

@@ -14,8 +14,8 @@ REMEDY = "Set TORCHOP_CACHE_DIR to a folder that only you can write to"
 def cache_folder() -> Path:
     """Return `TORCHOP_CACHE_DIR`, or by default `torchop` in the user's cache directory.
 
-    Symbolic links in the parent path are resolved, so that permission checks apply to the folders
-    that are actually used.
+    The function resolves symbolic links in the parent path, so that later permission checks see the
+    real folders.
     """
     path = os.environ.get("TORCHOP_CACHE_DIR")
     folder = Path(path).absolute() if path else _caches_of_user() / "torchop"

@@ -38,7 +38,7 @@ def values_by_name(
 def passed(
     places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return the (name, value) pairs of those arguments in `places` that the call passes.
+    """Return a (name, value) pair for each argument in `places` that the call passes.
 
     `places` contains the (position, name) pairs of the arguments, like `Schema.mutated_places`.
     """

@@ -1,9 +1,9 @@
 """The hook through which `torchop.testing.checking` checks kernels and backward formulas.
 
-While any thread is inside a `with torchop.testing.checking()` block, call plans (the compiled rules
-of operators, which calls read) wrap each kernel in a check. Entering the first such block and
-exiting the last one invalidate all call plans, so calls outside of these blocks pay nothing for the
-feature.
+An operator's kernels and other registrations are compiled into a call plan, which each call reads.
+While any thread is inside a `with torchop.testing.checking()` block, call plans wrap each kernel in
+a check. When the first thread enters such a block and when the last one leaves it, all call plans
+are invalidated. So calls outside of these blocks have no overhead.
 """
 
 from __future__ import annotations

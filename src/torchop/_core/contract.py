@@ -30,7 +30,8 @@ class ResultCheck:
 
     def __init__(self, returns: Sequence[str], *, returns_arguments: bool = False) -> None:
         self._returns = kinds = returns
-        # A returned argument may be an inference tensor. Return that tensor itself, no replacement.
+        # An operator that returns its argument must return the same tensor object, so do not
+        # replace it even if it is an inference tensor.
         self._finish: Callable[[Any], Any] = _same if returns_arguments else without_inference
         if len(returns) > 1:
             # If there are several results, accept None for a tensor, because C++ kernels may return
@@ -82,8 +83,8 @@ def without_inference(result: Any) -> Any:
     if not is_inference:
         return result
     # An active TorchFunctionMode may be tracking dependencies, for example to derive a backward
-    # formula. Such a mode sees that a copy depends on `result`, but `set_` would hide the
-    # dependency.
+    # formula. It would see that `result.clone()` depends on `result`, but not that a tensor created
+    # with `set_` does.
     is_followed = dispatch.function_modes_are_active()
     if type(result) is not Tensor or result.layout is not torch.strided or is_followed:
         return result.clone()
@@ -103,7 +104,7 @@ def _tensors(value: Any) -> bool:
 
 
 def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callable[[Any], bool]:
-    """Return a check for a number type that also accepts NumPy numbers and one-element tensors."""
+    """Return a check for numbers, which also accepts NumPy numbers and one-element tensors."""
 
     def check(value: Any) -> bool:
         if isinstance(value, Tensor):
@@ -116,7 +117,7 @@ def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callabl
     return check
 
 
-# Require `__float__`, because just calling `float` would accept strings too.
+# Require `__float__`, because `float` alone would also accept strings such as "1.5".
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
@@ -218,8 +219,8 @@ def alias_error(
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
     mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
-    # Iterate in reverse: if a tensor is passed more than once, the message then names the first
-    # argument that received it.
+    # If a tensor is passed as several arguments, the error should name the first one. Iterate in
+    # reverse, so that the first argument overwrites the later ones in the dict.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     others = [(tensor, where) for _, where, tensor in tensors]
     fault = "two outputs share memory, or an output and an input do"
@@ -290,8 +291,8 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def version_of(tensor: Tensor) -> int | None:
     """Return a tensor's version counter, or None if the counter does not reflect writes exactly."""
-    # Under no_grad, merely reading a compressed sparse tensor increments its version counter, so
-    # the counter does not tell whether anything wrote to the tensor.
+    # Under no_grad, merely reading a compressed sparse tensor increments its version counter, so a
+    # higher counter does not mean that the tensor was written to.
     is_uncounted = tensor.layout in _COMPRESSED or tensor.is_inference()
     return None if is_uncounted else tensor._version
 
@@ -303,8 +304,8 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     if aliasing.any_alias(args, kwargs, outputs):
         return True
     inputs, made = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
-    # `any_alias` compares storages, which some tensors lack (see `storage_of`), so compare those
-    # tensors by identity.
+    # Some tensors, such as sparse ones, have no storage that `any_alias` could compare. Compare
+    # these tensors by identity (see `storage_of`).
     unstored = [id(tensor) for tensor in made if storage_of(tensor) == id(tensor)]
     if len(set(unstored)) < len(unstored) or not set(map(id, inputs)).isdisjoint(unstored):
         return True

@@ -55,19 +55,21 @@ class Declaration(NamedTuple):
         guard: checks the arguments of each call before any kernel runs.
         effect: the declared side effect; see `_rules.effect`.
         inlined: the compilers that may trace into the function; see `_rules.inlining`.
-        launch: for a `triton_op`, the function that eager calls run. Compilers trace `function`
-            instead.
-        priority: the names of providers, in the order that calls try them.
+        launch: for a `triton_op`, the function that eager calls run. Compilers trace the attribute
+            `function` instead.
+        priority: the names of the providers (alternative kernels), in the order that calls try
+            them.
         residuals: the declared residuals (kernel outputs that only the backward pass uses), as a
             `residuals.declared.Declared`.
         convention: converts between the author's arguments and the arguments of the schema.
         layouts: the declared layouts of arguments, by name; see `_rules.layout`.
-        functionalize: the rule for FunctionalTensorMode, if this is the in-place or out= form of an
-            operator. The rule traces the functional operator and a copy instead of the form itself.
+        functionalize: the rule for FunctionalTensorMode, only for the in-place or out= form of an
+            operator. Instead of this form, the rule traces the functional operator and a copy of
+            its result into the output.
         is_helper: True for an operator that replaces another one in compiled graphs.
-        is_lenient: True for operators of `torchop.compat`. They behave like the operators that
-            inference engines define themselves: they may return aliases of their inputs, and use
-            PyTorch's autograd fallback if no formula is registered.
+        is_lenient: True for operators of `torchop.compat`. Inference engines rely on PyTorch's
+            behavior for such operators: they may return aliases of their inputs, and without a
+            registered backward formula, they use PyTorch's autograd fallback.
     """
 
     name: OpName

@@ -56,9 +56,9 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     torch_ops.before_definition(*name)
     for definitions in _definitions_to_undo():
         definitions.append(definition)
-    # Add this callback before any rule, such as a fake kernel, is registered. Then closing the
-    # library removes all rules, even if the definition fails halfway or `torch.library.custom_op`
-    # replaces the operator.
+    # Add this callback before any rule, such as a fake kernel, is registered. If the definition
+    # fails halfway, or if `torch.library.custom_op` replaces the operator later, closing the
+    # library then still removes all rules.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
     # Install the kernels before defining the schema, because other threads can call the operator as
@@ -120,7 +120,7 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
 
 
 class _Running(threading.local):
-    # The definitions to undo, for each running call of `all_or_nothing`
+    # For each running call of `all_or_nothing`, the definitions to undo if it fails
     blocks: tuple[list[Definition], ...] = ()
 
 
@@ -129,7 +129,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Keep operators that user code defines in this block, even if the definition fails."""
+    """Exempt the operators that user code defines in this block from any rollback."""
     before, _running.blocks = _running.blocks, ()
     try:
         yield
@@ -140,9 +140,10 @@ def user_code() -> Iterator[None]:
 def _definitions_to_undo() -> list[list[Definition]]:
     """Return the lists that a new operator belongs to, one for each call of `all_or_nothing`.
 
-    Calls that started before a running import are left out. This function finds the calls by their
-    code object. If a block stored its frame instead, the frame and its variables would form a
-    reference cycle, which only the garbage collector could free.
+    If a module is being imported, calls that started before the import are left out, because the
+    module stays imported. This function finds the running calls by walking the Python stack. If
+    each call stored its frame instead, the frame and its variables would form a reference cycle,
+    which only the garbage collector could free.
     """
     found: list[list[Definition]] = []
     frame: types.FrameType | None = sys._getframe()

@@ -32,8 +32,9 @@ from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
 
-# The initial value of mappings in rules. Registrations replace a mapping instead of modifying it,
-# because existing call plans (compiled rules) still refer to the old one.
+# The initial value of mappings in rules. It is read-only, because a registration must replace a
+# mapping instead of modifying it: existing call plans (compiled rules) still refer to the old
+# mapping.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -168,24 +169,24 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # None while the operator is registered. Afterwards, the message of the error that calls
-        # raise.
+        # None while the operator is registered. After it is deregistered, the reason, which calls
+        # report in their error message.
         self.deregistration_reason: str | None = None
-        # A weak reference, because the caller decides how long the library lives.
+        # Hold a weak reference, because the library that the caller passed may be freed first.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
         # Compiled graphs guard on this number, so registrations must increment it if they change
         # anything that compilers bake into graphs.
         self.revision = 0
         self._overload: OpOverload | None = None
-        # Rules are created on first use, because a typical program never calls most of its
-        # operators. A dict would take three times as much memory as a list.
+        # Create the rules on first use, because a typical program never calls most of its
+        # operators. Use a list, because a dict would take three times as much memory.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
         self._version = 0  # the number of calls of `outdate_plan`
         self.registered = registered or Registrations(str(declaration.name))
-        # The `OwnCalls` object, which compiles plans for native calls (without the dispatcher).
-        # None for operators from other packages, and until the C++ extension is loaded.
+        # The `OwnCalls` object, which prepares native calls (calls that skip the dispatcher). None
+        # for operators from other packages, and until the C++ extension is loaded.
         self.calls: Any = None
         # The helper operators that replace this operator in compiled graphs, by kind, as instances
         # of `_rules.helper_operators.HelperOperator`.

@@ -25,8 +25,8 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     These are any generators among the arguments, and the default generators of the CPU, of every
     device in the arguments, and of the first `count` accelerators.
     """
-    # Call the methods of the generator, because active modes would intercept and trace
-    # torch.get_rng_state and torch.set_rng_state.
+    # Call the methods of the generator instead of torch.get_rng_state and torch.set_rng_state,
+    # because active modes would intercept and trace these two functions.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
     # Sort by length first, so that "cuda:2" comes before "cuda:10". The C++ function `pack_plain`

@@ -78,9 +78,9 @@ def observer(
 ) -> Callable[..., Any]:
     """Wrap a user's function that takes an operator's arguments, so that PyTorch can call it.
 
-    PyTorch passes the schema's arguments without those that equal their default, so the wrapper
-    fills these in. If the operator takes structured arguments, such as dataclasses, the wrapper
-    also rebuilds the objects from the values that PyTorch passes.
+    PyTorch omits arguments that equal their default, so the wrapper fills them in. If the operator
+    takes structured arguments, such as dataclasses, the wrapper also rebuilds the objects from the
+    values that PyTorch passes.
 
     Args:
         what: a description of the function for messages, such as `"ns::name: a cost"`.

@@ -19,8 +19,8 @@ from torchop._compat import libraries, registries
 from torchop._core.lock import registration_lock, then_run_hooks
 from torchop._errors import OperatorGoneError, Place, RedefinitionWarning, users_place, warn
 
-# The key of a row in the table of registrations: a dispatch key, a mode or Tensor subclass that has
-# a torch_dispatch rule, or the kind of a rule, such as "fake kernel".
+# The key of a row in the table of registrations. It is a dispatch key, a mode or Tensor subclass
+# with a torch_dispatch rule, or the kind of a rule, such as "fake kernel".
 Key: TypeAlias = "str | type"
 # The key of the row that records where `Library.define` defined an operator.
 DEFINITION = "definition"
@@ -125,8 +125,8 @@ class Registrations:
     def remove_new(self, before: Collection[Key]) -> None:
         """Remove the rows that a failed registration added, i.e. all rows not in `before`.
 
-        Kernels without a function `remove` stay registered. This is harmless, because they look up
-        the operator's rules in each call.
+        Rows without a `remove` function stay, and so do their kernels. This is harmless, because
+        these kernels look up the operator's current rules in each call.
         """
         for key in self:
             if key not in before and self._rows[key].remove is not None:
@@ -137,18 +137,19 @@ class Registrations:
             self.remove(key)
 
     def close(self) -> None:
-        """Remove all rows and accept no new ones, because the library is closed."""
+        """Undo all registrations and accept no new ones, because the library is closed."""
         with then_run_hooks():
             self.is_closed = True
             self.remove_all()
 
 
-# A library stores its tables in this attribute, as a dict from operator names to tables.
+# A library stores its tables of registrations in this attribute, as a dict from operator names to
+# `Registrations`.
 _TABLES = "_torchop_registrations"
 
 
 def registrations_of(library: torch.library.Library, name: object) -> Registrations:
-    """Return a library's table for an operator, and create the table first if necessary."""
+    """Return a library's table of registrations for an operator, creating it if necessary."""
     with registration_lock:
         tables: dict[str, Registrations] = library.__dict__.setdefault(_TABLES, {})
         table = tables.get(str(name))
@@ -161,8 +162,8 @@ def registrations_of(library: torch.library.Library, name: object) -> Registrati
         return table
 
 
-# Maps an operator's name and the key of a row to the table that holds the user's most recent
-# registration of that rule.
+# For an operator's name and the kind of a rule, find the table of the library in which a user last
+# registered such a rule.
 _latest: weakref.WeakValueDictionary[tuple[str, Key], Registrations] = weakref.WeakValueDictionary()
 
 

@@ -136,7 +136,7 @@ def _no_operator(value: object, caller: str) -> OperatorNameError:
 
 
 def own_definition(op: Any, name: OpName) -> Definition | None:
-    """Return an operator's definition, or None if torchop's `custom_op` did not create it."""
+    """Return an operator's `Definition`, or None if torchop's `custom_op` did not create it."""
     handle = op if isinstance(op, CustomOpDef) else registries.published_handle(str(name))
     return handle._definition if isinstance(handle, Handle) else None
 
@@ -329,8 +329,8 @@ def _warn(name: OpName, before: str, after: str, advice: str) -> None:
 def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
     """Return both locations as text, and add the module names if the locations are equal.
 
-    Locations are equal if one file was imported under two module names, so that only these names
-    tell the definitions apart.
+    The locations are equal if the same file was imported under two module names. Then the module
+    names are the only difference between the two definitions.
     """
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)

@@ -28,8 +28,8 @@ from torchop._schema.callables import Lambda, Registered, decorator_or_call
 Value = TypeVar("Value")
 
 _rules: dict[str, Rule[Any]] = {}
-# Predicates for names that rules must not use, for example because classes decorated with
-# `torchop.operator` may have a member of that name.
+# Functions that return whether a rule must not use a name, for example because classes decorated
+# with `torchop.operator` may have a member of that name.
 reserved_names: list[Callable[[str], bool]] = []
 
 
@@ -108,8 +108,8 @@ class Rule(Generic[Value]):
                         f"{existing._place.line}. Choose another name, such as "
                         f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
                     )
-                # The module that creates the rule is being reloaded, so carry over the registered
-                # values.
+                # The module that creates the rule is being reloaded, so take over the values that
+                # were registered with the previous rule object.
                 self._entries = existing._entries
             _rules[name] = self
 
@@ -373,7 +373,7 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
 
 
 def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
-    """Let a derived operator use the values of its origin for as long as it is registered."""
+    """Let a derived operator use the rule values of the operator it was derived from."""
     overload = derived.overload
     detaching: list[Callable[[], None]] = []
 
@@ -400,7 +400,7 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
     """Return a (rule, operator) pair for each value that `op` inherits from its origin operator.
 
-    This includes operators that inherit the value from `op` in turn.
+    The list includes the operators that in turn inherit the value from `op`.
     """
     return [
         (rule, each)

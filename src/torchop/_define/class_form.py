@@ -216,7 +216,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
 def _public_members(cls: type) -> dict[str, Any]:
     """Return the public members of a class and its base classes.
 
-    As with `__hash__ = None`, setting an inherited member to None removes it.
+    A class can drop an inherited member by setting it to None, as with `__hash__ = None`.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -253,7 +253,7 @@ def _function(
 ) -> Callable[..., Any]:
     """Return the member `forward`, or a function that raises when called if there is none.
 
-    That function has the signature of the member `signature` or, without one, of a kernel.
+    The function has the same signature as the member `signature` or, without it, as a kernel.
     """
     if "forward" in members:
         if "signature" in members:

@@ -19,8 +19,8 @@ from torchop._schema.naming import OpName
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The default of required arguments. With a default, a call that omits one reaches us, and we can
-# raise an error that shows how to write the decorator.
+# The default of required arguments. Because they have a default, Python does not reject a call that
+# omits one, so we can raise an error that shows how to write the decorator.
 MISSING: Any = object()
 
 
@@ -222,8 +222,8 @@ def triton_op(
 
     @compilers.eager_only
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # Find the Triton kernels before defining the operator. This calls into PyTorch, which may
-        # raise an error, and then nothing must remain registered.
+        # Find the Triton kernels before defining the operator. The search calls into PyTorch, which
+        # may raise an error, so there must be nothing to undo yet.
         kernels = compilers.triton_kernels(function)
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True

@@ -198,7 +198,7 @@ class CustomOp(Registrations, Generic[P, R]):
     @property
     def overload(self) -> OpOverload:
         # Caching the overload here would make Dynamo guard on the cache, and recompile once the
-        # first call has filled it. It is not necessary either, because torch.ops caches the
+        # first call has filled it. Caching is not necessary either, because torch.ops caches the
         # overload.
         definition = self._live()
         try:

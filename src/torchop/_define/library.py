@@ -77,7 +77,7 @@ class Library(OwnLibrary):
     """
 
     # Check the arguments in __new__, because PyTorch's __init__ records the line of its caller.
-    # With an __init__ of our own, that would be our line instead of the user's.
+    # If we defined __init__, PyTorch would record our line instead of the user's.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
@@ -351,8 +351,8 @@ def checked_kernel(
                 check, checked_schema = check_now, current_schema
         if _hooks.count_call is not None:
             _hooks.count_call()
-        # A kernel that receives the keyset redispatches the call itself, so the dispatcher's state
-        # must not change before it runs.
+        # A kernel that receives the keyset redispatches the call itself, so it must run with the
+        # dispatcher's state unchanged.
         if dispatch.is_handled_by_mode() and not with_keyset:
             with dispatch.with_transforms():
                 return check_now(run(*args, **kwargs), qualname)

@@ -108,7 +108,7 @@ def _doc(functional: OpLike, outputs: tuple[str, ...]) -> str:
 
 
 def _difference(functional: Schema, out: Schema) -> str | None:
-    """Return the reason why the two schemas do not match, or None if they do."""
+    """Return why the operators `functional` and `out` cannot be combined, or None if they can."""
     if not functional.is_functional or set(functional.returns) != {"Tensor"}:
         return "the first operator must mutate nothing and return fresh tensors only"
     outputs = [a for a in out.arguments if a.is_mutated]

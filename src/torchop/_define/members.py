@@ -30,7 +30,7 @@ class Member(NamedTuple):
         registers: registers the member's value with the operator. None if the registration of
             another member uses the value.
         takes: a phrase for error messages that describes the valid values.
-        accepts: returns whether a value is valid. A static method arrives as a plain function.
+        accepts: returns whether a value is valid. It receives a static method as a plain function.
         needs: the class must have at least one of these other members. Empty if the member works
             alone.
     """

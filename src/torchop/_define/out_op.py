@@ -233,8 +233,8 @@ plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
     """Let Inductor replace the functional operator with its out= or in-place form."""
-    # Hold only weak references: Inductor's table of replacements stores the function `overload`
-    # below, so strong references would keep the operators alive forever.
+    # Inductor's table of replacements stores the function `overload` below. Hold only weak
+    # references in it, because strong references would keep the operators alive forever.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -353,8 +353,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # The type is `Any`, because with None, type checkers would make users check for None even
-        # if they passed inplace=True.
+        # The annotation includes `Any`. With `CustomOp | None`, type checkers would make users
+        # check for None even if they passed inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         vars(functional)["_family"] = self  # read by `__reduce__`

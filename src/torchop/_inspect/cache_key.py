@@ -3,8 +3,8 @@
 An operator's rules are the functions and settings that affect compiled graphs, such as its fake
 kernel and its backward formula. PyTorch's persistent caches of compiled graphs identify an operator
 by name alone (pytorch/pytorch#144344), so after an edit of a fake kernel or backward formula, they
-would still return the old graph. To prevent this, torchop adds a digest (a hash) of the rules of a
-graph's operators to the cache key of the graph.
+would still return the old graph. To prevent this, torchop adds a digest (a hash) of these rules to
+the cache key of each graph that calls the operator.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def cache_key_tag() -> str:
     outside of `site-packages`, and the rules of operators that the rule calls. It covers neither
     the contents of tensors nor functions whose names are computed at run time. Kernels are not
     covered either, because a compiled graph only calls them, so their code can change without
-    recompiling the graph. The exception is operators with `compile="inline"`, because the graph
-    contains their kernels' code: the digest also covers their kernels, the kernels of their
-    providers, and the priority order of the providers.
+    recompiling the graph. Operators with `compile="inline"` are different, because the graph
+    contains the code of their kernels. For these operators, the digest also covers their kernels,
+    the kernels of their providers, and the priority order of the providers.
 
     Example:
         >>> import torch, torchop
@@ -105,8 +105,9 @@ class _Digest(CodeDigest):
         if name.namespace in _OF_PYTORCH or qualname in self._added:
             return
         self._added.add(qualname)
-        # Rules that were registered without `lib=` outlive an operator of another package, and
-        # another thread may deregister an operator at any time, so look up the overload only once.
+        # The operator may already be deregistered: rules that were registered without `lib=` for an
+        # operator of another package outlive the operator. Another thread may also deregister it at
+        # any time, so look up the overload only once.
         overload = torch_ops.live_overload(*name)
         if overload is None:
             return

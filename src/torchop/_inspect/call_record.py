@@ -26,7 +26,8 @@ class TensorRecord(NamedTuple):
         dtype: the dtype of the tensor.
         shape: the shape of the tensor.
         device: the device of the tensor, such as `"cuda:0"`.
-        requires_grad: whether the tensor requires grad and autograd recorded the call.
+        requires_grad: whether the tensor requires grad, and autograd recorded the call for a
+            backward pass.
         stride: the strides of the tensor, in elements. None if the tensor is contiguous.
 
     Example:
@@ -68,7 +69,7 @@ class TensorRecord(NamedTuple):
 
 
 class TypeRecord(NamedTuple):
-    """An argument of which only the type was recorded, so no example can be created.
+    """An argument whose value was not recorded, only its type, so no example can be created.
 
     Attributes:
         name: the name of the type, such as `"torch._C.Generator"`, or the kind of the tensor, such

@@ -129,8 +129,8 @@ class CodeDigest:
     def _is_followed(self, package: str) -> bool:
         """Return whether to include the code of `package`, which is used by other code.
 
-        It is included if the code that uses it belongs to the same package, or if `package` is not
-        installed in site-packages.
+        The code of `package` is included if it is used by code of the same package, or if `package`
+        is not installed in site-packages.
         """
         if self._package in (None, package):
             return True
@@ -241,7 +241,7 @@ class CodeDigest:
 class _Reference(NamedTuple):
     """An object whose number is already in the hash, while its description is added later.
 
-    If the object's code is read, `package` is the object's own package. Otherwise, it is the
+    `package` is the object's own package if the object's code is read. Otherwise, `package` is the
     package of the code that uses the object.
     """
 

@@ -148,8 +148,9 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Prepare as an actual call would: load the C++ extension, and if PyTorch has a fallback for
-        # the backend, remove torchop's kernel that raises an error for unsupported devices.
+        # Prepare the operator as an actual call would: load the C++ extension. For devices without
+        # a kernel, torchop registers a kernel that raises an error. If PyTorch has a fallback for
+        # the backend, remove this kernel.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

@@ -81,7 +81,7 @@ def _why_no_kernel(call: Call) -> str:
 
 
 def _why_not_its_kernel(call: Call) -> str:
-    """Describe the kernel that the dispatcher would select, and why a native call cannot run it.
+    """Describe the kernel that the dispatcher selects, and why a native call cannot run it.
 
     A native call runs the operator's kernel directly from C++, without the dispatcher.
     """
@@ -196,8 +196,7 @@ def _why_dispatcher_records(call: Call) -> str:
     return (calls and calls.gradient_problem) or "its formula is not known"
 
 
-# If the text of a reason depends on the call, maps the reason to a function that returns the
-# details.
+# Functions that return the details of a reason, for the reasons whose text depends on the call.
 _DETAILS = {
     Reason.OPERATOR: _why_never,
     Reason.BINDING: _why_unbound,

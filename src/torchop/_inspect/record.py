@@ -46,8 +46,9 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._began = not what
         self._matches: dict[str, bool] = {}
         # For each operator, counts how often each distinct call was made. The keys of the counters
-        # are the reprs of the calls, because calls that differ only in 1, 1.0 and True would be
-        # equal keys. The key "" counts the calls beyond `MAX_KINDS`.
+        # are the reprs of the calls, because the calls themselves can be equal although they
+        # differ: 1, 1.0 and True are equal in Python. The key "" counts the calls beyond
+        # `MAX_KINDS`.
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}  # maps the repr of a call to the call
         self._lock = threading.RLock()  # one thread may read while others record
@@ -258,7 +259,7 @@ def record(*what: str | ModuleType) -> Recorded:
 
 
 class _Recordings(threading.local):
-    """This thread's active recordings, which share a single TorchDispatchMode.
+    """The active recordings of this thread, which share a single TorchDispatchMode.
 
     With a separate mode for each recording, only the innermost mode would see calls inside kernels.
     """

@@ -1,9 +1,9 @@
 """Find the modules that registered an operator, or a kernel, a fake kernel and so on for it.
 
-PyTorch does not record which module made a registration, so this looks at the operator's functions
-instead. An operator belongs to each module that contains its `custom_op` function, its fake kernel
-or one of its Python kernels, and to the module that created the library in which it is defined.
-Operators that are registered from C++ belong to no module.
+PyTorch does not record which module made a registration, so this module looks at the operator's
+functions instead. An operator belongs to each module that contains its `custom_op` function, its
+fake kernel or one of its Python kernels, and to the module that created the library in which it is
+defined. Operators that are registered from C++ belong to no module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchop._native import switch
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
-# Maps each kind of rule to the prefix of the dispatch keys at which its kernels are registered.
+# For each kind of rule, the prefix of the dispatch keys for which its kernels are registered.
 _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
@@ -72,9 +72,9 @@ def _modules_of(op: OpName) -> set[str]:
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     for file in files:
-        # One file may be loaded as several modules that register different operators. If some of
-        # them are in `names` already, they are the ones that register this operator, so leave out
-        # the others.
+        # The same file may be loaded as several modules that register different operators. If
+        # `names` already contains some of these modules, they are the ones that register this
+        # operator, so leave out the other modules.
         modules = set(by_file.get(file, ()))
         names |= modules & names or modules
     return names
@@ -119,7 +119,8 @@ def _module_of(function: Any) -> str:
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
     """Return the devices that the dispatcher has kernels for, and the names of registered rules.
 
-    Unlike torchop's registry, the dispatcher also has the kernels of other libraries.
+    This reads the dispatcher instead of torchop's registry, because only the dispatcher has the
+    kernels that other libraries registered.
     """
     table = dispatch.kernel_table(str(operator))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}

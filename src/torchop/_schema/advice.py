@@ -27,7 +27,7 @@ STRUCTURED_RETURNABLE = (
 
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
-    """Return the suggested fix, to end the error message about an unsupported annotation."""
+    """Return the last sentence of an error message about an annotation: the suggested fix."""
     inner, _ = types.strip_optional(annotation)
     kind = typing.get_origin(inner) or inner
     if kind is collections.abc.Callable:
@@ -111,8 +111,8 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # The schema language has no lists of strings and no nested lists, so for these, suggest the
-    # item type on its own.
+    # Schemas support neither lists of strings nor nested lists. Instead of such a list, suggest the
+    # type of its items.
     listed = python_types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 

@@ -1,4 +1,4 @@
-"""Check at registration that a kernel or rule can be called with the arguments it will receive."""
+"""Check at registration time that a kernel or rule accepts the arguments it will receive."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _plain_parameters(function: object) -> tuple[str, ...] | None:
     The result is also None if the function takes `*args` or `**kwargs`. This is a fast path:
     calling `inspect.signature` instead would take up a sixth of the time of a registration.
     """
-    # Skip functions with attributes: one of them may be `__wrapped__` or `__signature__`, and
-    # either changes the signature.
+    # Functions with attributes need the slow path, because `__wrapped__` or `__signature__` may be
+    # among the attributes, and either changes the signature.
     if not isinstance(function, types.FunctionType) or vars(function):
         return None
     code = function.__code__
@@ -199,9 +199,10 @@ class Decorator(Protocol):
     def __call__(self, function: Decorated, /) -> Decorated: ...
 
 
-# The type of the registered function, which every `register_...` function returns unchanged. Called
-# without a function, as in `register_fake(op)`, they return a decorator instead, so the type
-# variable defaults to `Decorator`. Without that default, each of them would need two overloads.
+# The type of a registered function. Every `register_...` function returns the registered function
+# unchanged. Without a function, as in `register_fake(op)`, it returns a decorator instead, so the
+# type variable defaults to `Decorator`. Without this default, every `register_...` function would
+# need two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
 # Like `Function`, but for rules that aren't always functions: a vmap rule may also be a string.
 Registered = TypeVar("Registered", default=Decorator)

@@ -30,8 +30,8 @@ def check_function(schema: Schema, function: Callable[..., Any]) -> None:
 
     Raise SchemaError if the function lacks a parameter, has an extra parameter without a default,
     or annotates a parameter with a type that does not fit the schema. If only names, defaults,
-    number types or optional types differ, warn instead, because calls follow the schema in any
-    case. Parameters without an annotation are not compared.
+    number types or `Optional` differ, warn instead, because calls follow the schema and ignore
+    these parts of the signature. Parameters without an annotation are not compared.
     """
     try:
         signature = signatures.signature(function)

@@ -39,7 +39,7 @@ class Convention:
         return function
 
     def of_tensors(self, values: Mapping[str, Any], /) -> dict[str, Any]:
-        """Convert a dict keyed by parameter to a dict keyed by the schema's tensor arguments."""
+        """Convert a dict from parameters to a dict from the schema's tensor arguments."""
         return dict(values)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
@@ -51,7 +51,7 @@ class Convention:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert a call's arguments, including defaults, to those of the author's functions."""
+        """Convert a call's arguments and defaults to arguments of the author's functions."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:

@@ -45,7 +45,7 @@ def declared_schema(
 def inferred_schema(
     name: OpName, tree: FunctionTree, tags: tuple[Tag, ...]
 ) -> tuple[Schema, Callable[..., Any], Convention]:
-    """Do the same as `declared_schema`, for the annotations of a function."""
+    """Return the same values as `declared_schema`, inferred from a function's annotations."""
     parsed = parsed_schema(name, tree.schema_text, tags)
     if tree.is_plain:
         return parsed, tree.function, FLAT

@@ -86,8 +86,8 @@ def _device(value: Any) -> str:
 
 
 _NUMBERS = (int, float)
-# For each schema type: the classes that a default may have, how error messages name them, and a
-# function that writes the default.
+# For each schema type, a tuple of the classes that a default may have, the name of these classes in
+# error messages, and a function that writes the default in schema syntax.
 _RENDERERS: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any], str]]] = {
     "SymInt": (int, "an int", _integer),
     "float": (_NUMBERS, "a float", _float),

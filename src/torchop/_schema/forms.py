@@ -71,8 +71,8 @@ def returned_alias(
 ) -> str:
     """Return the results of an in-place or out= operator, in schema syntax.
 
-    Each result aliases a mutated argument. Whether an operator of this form may mutate these
-    arguments is not checked here, because `check_form` does so later.
+    Each result aliases a mutated argument. `check_form` checks later whether an in-place or out=
+    operator may mutate these arguments.
     """
     written = [
         index

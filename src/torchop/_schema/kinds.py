@@ -52,8 +52,8 @@ class Kind(NamedTuple):
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
-    # Dynamo cannot trace `types.spell`, so while compiling, users would see an error about
-    # `types.spell` instead of this one.
+    # Dynamo cannot trace `types.spell`. Calling it while compiling would hide this error behind one
+    # about `types.spell`.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
@@ -240,8 +240,8 @@ def _expected(choices: tuple[Any, ...]) -> str:
 # Lists, tuples and `torch.Size`
 
 
-# torch.export can serialize lists of these schema types. If the items of a list are encoded as one
-# of them, the list is converted item by item.
+# torch.export can serialize lists of these schema types. So a list whose items are encoded as one
+# of these types can be converted item by item.
 CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
 _INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
 _INFERRED_OPTIONALS = frozenset(
@@ -380,9 +380,9 @@ def leaf_kind(annotation: Any) -> Kind | None:
 def argument_type(annotation: Any) -> str | None:
     """Return the schema type that `infer_schema` infers for an annotation.
 
-    Return None if `infer_schema` rejects the annotation. The result is the same for every release
-    of PyTorch: `infer_schema` infers fewer types in older releases, but schemas already support all
-    of them there.
+    Return None if `infer_schema` rejects the annotation. In older PyTorch releases, `infer_schema`
+    rejects some of these annotations. The result includes their types anyway, because schemas
+    support these types in every release.
     """
     kind = leaf_kind(annotation)
     return None if kind is None else kind.inferred

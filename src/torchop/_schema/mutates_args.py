@@ -47,8 +47,8 @@ def mutated_arguments(
 ) -> tuple[str, ...]:
     """Return the names of the mutated schema arguments.
 
-    Names of objects are validated but not returned, because a schema cannot declare that an object
-    is mutated.
+    `mutates_args` may also name an object that is passed by reference. Such a name is validated but
+    not returned, because a schema cannot declare that an object is mutated.
 
     Args:
         where: the name of the function, for messages.

@@ -57,7 +57,7 @@ def opaque(cls: Any = None, /, *, value: bool = False) -> Any:
     kernels may modify it. Compilers therefore keep every call that takes such an object, in the
     original order. If an operator does not modify the object, pass `effects="none"` to `custom_op`,
     so that compilers may remove and merge its calls. In compiled code, the attributes of the object
-    are known only when the graph runs, so fake kernels and backward formulas cannot read them.
+    are known only at run time, so fake kernels and backward formulas cannot read them.
 
     With `value=True`, an object is baked into the compiled graph as a constant, so the class must
     be immutable, such as a frozen dataclass. A call with an object that compares unequal compiles a
@@ -269,8 +269,8 @@ def device_of_torch(text: str) -> torch.device:
 
 
 def _name(function: Any, names: dict[str, Any]) -> str:
-    # The prefix is there because Inductor uses the name inside a class, where Python would mangle a
-    # name that starts with two underscores.
+    # Start with a prefix, because Inductor uses the name inside a class, where Python would mangle
+    # a name that starts with two underscores.
     name = "opaque_" + re.sub(r"\W", "_", f"{function.__module__}.{function.__qualname__}")
     names[name] = function
     return name

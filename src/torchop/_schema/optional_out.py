@@ -2,7 +2,7 @@
 
 A schema cannot say that a result aliases an argument in some calls only, so `check_maybe_out`
 rejects any alias between a result and a mutated `Tensor?`. If the author leaves the alias out of
-the schema, calls raise an error when they return the argument.
+the schema, a call that returns the argument raises an error.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ _DOTTED_NAME = re.compile(r"\.[A-Za-z_]")
 # Arguments of these types accept any object, because the dispatcher does not check them.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 # The dispatcher stores one bit per argument in a bit set of this size, so it rejects schemas with
-# more arguments. We check the limit ourselves and do so early: when the dispatcher raises its
-# error, an existing operator of the same name would already be deregistered.
+# more arguments. We check the limit ourselves, before deregistering an existing operator of the
+# same name. The dispatcher's error would come too late: the existing operator would already be
+# lost.
 MAX_ARGUMENTS = 64
 _NUMBER = re.compile(r"(Optional\[)?(List\[)?(int|float|bool|complex|number)\]*")
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
@@ -115,8 +116,8 @@ class Schema:
         self._parsed = parsed
         self._namespace = sys.intern(parsed.name.partition("::")[0])
         self.form = form
-        # A text that PyTorch can parse again. `str(parsed)` does not escape string defaults, so
-        # prefer the author's own text.
+        # Store a text that PyTorch can parse again. `str(parsed)` does not escape string defaults,
+        # so prefer the author's own text.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
@@ -301,8 +302,8 @@ class Schema:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Add back the arguments that the dispatcher dropped because they equal the default.
 
-        The dispatcher passes only keyword-only arguments by name, but other callers may pass any
-        argument by name.
+        `kwargs` may contain positional arguments too: the dispatcher passes only keyword-only
+        arguments by name, but other callers may pass any argument by name.
         """
 
         def value(argument: Argument) -> Any:

@@ -166,8 +166,8 @@ class _Namespace:
         if not isinstance(written, types.FunctionType):
             written = type(written).__call__
         variables = getattr(written, "__globals__", {})
-        # Closure variables shadow globals, just as in the function's body, and globals shadow the
-        # implicit names.
+        # Look up names in the same order as the function's body does: closure variables shadow
+        # globals. Globals in turn shadow the implicit names, such as `Tensor`.
         names = _IMPLICIT | {name: variables[name] for name in _IMPLICIT if name in variables}
         if isinstance(written, types.FunctionType):
             names |= closure_of(written)

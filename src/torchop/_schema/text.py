@@ -42,7 +42,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the position of each character outside of brackets and strings, and the character.
+    """Yield (position, character) for each character outside of brackets and strings.
 
     The closing bracket of each outermost pair counts as outside, but the opening one does not.
     """

@@ -1,7 +1,8 @@
 """Measure how long a call to an operator takes, both with the dispatcher and without it.
 
 Each operator runs in a separate process, because a kernel may crash or hang. For example, all
-tensors contain ones, and a kernel that does not check its indices may write out of bounds for them.
+tensors in the measured calls contain ones, and a kernel that does not check its indices may write
+out of bounds for index 1.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
 
 def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
     methods: list[Literal["forkserver", "fork"]] = ["forkserver"] if modules else []
-    # A forked process cannot use an accelerator that the parent uses, so only fork this process if
-    # no recorded tensor is on an accelerator.
+    # A forked process cannot use an accelerator that the parent uses. So fork this process only if
+    # the recorded calls need no accelerator.
     if not any(_is_on_accelerator(call) for call, _ in kinds):
         methods.append("fork")
     measurement = Measurement(problem=_NOT_REGISTERED)
@@ -110,8 +111,8 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
 def _native_share(operator: Operator, kinds: Kinds) -> float | None:
     """Return the share of recorded calls that would bypass the dispatcher, or None if unknown.
 
-    The operator must be accelerated. This function does not call it, but calls `torchop.explain`
-    with tensors of one element.
+    The operator must be accelerated. This function does not call the operator itself: it passes the
+    recorded calls to `torchop.explain`, with tensors of one element.
     """
     native = total = 0
     for call, count in kinds:
@@ -155,8 +156,8 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
         "after": way(*called, contextlib.nullcontext),
     }
     before, after = map(_working, timed(ways, example, _SECONDS).values())
-    # Other processes can only slow rounds down, so the faster of the two ways was disturbed less,
-    # and its noise is the better estimate.
+    # Other processes on the machine can only slow down a measurement. So the faster of the two
+    # measurements was disturbed less, and its noise is the better estimate.
     return Cost(before.best, after.best, min(before, after).noise)
 
 

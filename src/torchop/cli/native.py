@@ -219,8 +219,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
         elif used:
             found = f"{place.folder}: found, but not needed"
         else:
-            # Stop loading after the first extension that can be loaded, because a process must not
-            # load two.
+            # A process must not load two extensions, so stop at the first one that can be loaded.
             problem = _problem_of(place)
             used = problem is None
             outcome = "found, and can be loaded" if used else f"cannot be loaded: {problem}"

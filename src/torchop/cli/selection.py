@@ -118,8 +118,8 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
     is_importable = namespace.isidentifier() and (
         namespace in sys.modules or importlib.util.find_spec(namespace) is not None
     )
-    # If the user passed modules with --import, assume that they register the operators, and do not
-    # import the whole package.
+    # If the user passed modules with --import, assume that these modules register the operators, so
+    # there is no need to import the whole package.
     if is_importable and namespace not in modules and not modules:
         import_all([namespace])
         modules.append(namespace)

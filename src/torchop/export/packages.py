@@ -242,8 +242,7 @@ def _add_libraries(libraries: list[str], loader: str, path: str) -> None:
         missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
         count=len(libraries),
     )
-    # In PyTorch's error messages, the package should appear as the file that registered the
-    # operators.
+    # Make the package appear as the file that registered the operators in PyTorch's error messages.
     place = f'#line 1 "{os.path.basename(path)}"\n'
     on_demand.build_library(place + _source(path, operators, text), loader)
     with zipfile.ZipFile(path, "a") as archive:
@@ -273,7 +272,7 @@ def _with_kernels(names: list[OpName], device: str) -> list[Operator]:
 
 
 def _without_kernels(names: Iterable[OpName], device: str) -> dict[Operator, str]:
-    """Map each operator that lacks a C++ kernel to the file and line of its Python kernel."""
+    """Map each operator without a C++ kernel to the file and line of its Python kernel."""
     operators = [Operator(name, "aoti_package") for name in names]
     sites = {op: python_kernel(op, device) for op in operators}
     return {op: site for op, site in sites.items() if site is not None}

@@ -1,7 +1,7 @@
 """Check that kernels and fake kernels agree, before AOTInductor compiles a program.
 
-This matters because compiled code relies on the dtypes, shapes and strides that fake kernels
-return.
+Compiled code relies on the dtypes, shapes and strides that fake kernels return, so a wrong fake
+kernel would make the compiled program return wrong results.
 """
 
 from __future__ import annotations

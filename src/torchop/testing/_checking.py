@@ -31,8 +31,8 @@ class checking(Block):  # noqa: N801  (called like a function)
     defined with torchop, it also checks backward formulas: `backward` must not write into its
     incoming gradients, and `setup_context` must not write into inputs and outputs. With
     `torch.compile`, formulas run only while a graph is being compiled, so compile inside the block.
-    Operators of other packages are checked through a `TorchDispatchMode`, except for the operators
-    of PyTorch itself.
+    For operators of other packages, a `TorchDispatchMode` checks the calls. PyTorch's own operators
+    are not checked.
 
     `checking()` can be nested, and can decorate a function. Calls outside the block have no
     overhead. Tensors without data, MKL-DNN tensors, tensors that are too large to copy, and all

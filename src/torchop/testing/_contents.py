@@ -16,8 +16,9 @@ from torchop.testing.process_state import seed_torch
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
     """Check that the values written to outputs do not depend on the outputs' previous contents.
 
-    If an operator has `torch.Tag.out`, Inductor passes uninitialized memory as the outputs. Also
-    check operators that have `out=` arguments but no tag, because the author could still add it.
+    If an operator has `torch.Tag.out`, Inductor passes uninitialized memory as the outputs.
+    Operators with `out=` arguments but without this tag are checked too, because the author could
+    add the tag later.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return

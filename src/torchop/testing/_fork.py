@@ -81,7 +81,7 @@ class Worker:
     def _start(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
-            # Since Python 3.12, forking a process with several threads emits this warning.
+            # Since Python 3.12, forking a process with several threads emits a DeprecationWarning.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if not process:

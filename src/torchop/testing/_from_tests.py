@@ -23,8 +23,9 @@ from torchop.testing._fork import WorkerError
 from torchop.testing._suite_calls import StoredCall, examples_of, grown, has_rows
 from torchop.testing._worker import CheckWorker
 
-# The time limit of one check in seconds. A check that exceeds it fails, whereas checks that do not
-# fit into the budget of an operator are only skipped, so the limit is much larger than the budget.
+# The time limit of one check in seconds. It is much larger than the budget of an operator, because
+# a check that exceeds this limit fails, whereas checks that do not fit into the budget are only
+# skipped.
 _LONGEST = 60.0
 _MOST_ELAPSED = 4
 # These checks find most bugs, so they run first, in case the budget is too small for all checks.
@@ -254,7 +255,7 @@ def _plan(
 
 
 def _with_grown(op: str, examples: Sequence[Any]) -> list[Any]:
-    """Add an enlarged example that has rows and columns, unless an accepted example has them."""
+    """Add an enlarged example with rows and columns, unless an accepted example has both."""
     subject = plan_checks(op, examples)[0].subject
     accepted = [e for e in subject.originals if subject.refusal(e) is None]
     if any(has_rows(tuple(example)) for example in accepted):

@@ -104,8 +104,8 @@ def opcheck(
     sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _TINY if rtol == 0 else rtol, "atol": _TINY if atol == 0 else atol}
     results: dict[str, str | Exception] = {}
-    # Look for undeclared mutations only once: as a part of `test_schema` or, without `test_schema`,
-    # of the first check.
+    # Look for undeclared mutations in a single check, because once is enough: in `test_schema`, or
+    # else in the first check.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     for check in checks:
         try:
@@ -186,22 +186,22 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Run one of PyTorch's checks.
 
-    Pass the arguments in `accepted` to the check, in which tensors that must not require grad are
-    detached. For an in-place operator, pass the original `sample` to all checks except
-    `test_schema` and `test_faketensor`.
+    `accepted` contains the arguments with all tensors detached that must not require grad. Pass
+    these arguments to the check. For an in-place operator, pass the original `sample` to all checks
+    except `test_schema` and `test_faketensor`.
     """
     schema, overload = operator.schema, operator.overload
     if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):
-        # The check would pass because of this kernel. Skip it anyway, because it raises an error
-        # for devices that it does not support.
+        # With an Autograd kernel, the check always passes. Skip it, because it raises an error for
+        # devices that it does not support.
         return
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
         """Call the operator, and return floating-point results before other results.
 
         PyTorch's check adds all results to the first one in place, which fails if the first one is
-        an integer tensor and another one is floating-point. The check cannot compare objects of
-        opaque types either, so leave them out.
+        an integer tensor and another one is floating-point. This function also leaves out objects
+        of opaque types, because PyTorch's check cannot compare them.
         """
         result = overload(*args, **kwargs)
         if any(map(_is_object, classes.tree_leaves(result))):

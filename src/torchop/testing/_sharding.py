@@ -129,8 +129,9 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
         try:
             problem = call.compared(expected, mesh, placements, function)
         except ShardingError as error:
-            # An operator may reject any combination except the first, which replicates all tensors.
-            # An error there means that the sharding rule does not match the shapes of the tensors.
+            # An operator may reject a combination of placements, unless it is the first one, which
+            # replicates all tensors. If the operator rejects even that, the sharding rule does not
+            # match the shapes of the tensors.
             if number:
                 refused.append(described)
                 continue
@@ -278,8 +279,8 @@ def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[An
         from torch.distributed.device_mesh import init_device_mesh  # slow to import
 
         # Compilers compare meshes by identity, but DTensor's caches may return an equal mesh from
-        # an earlier call. Clear these caches. Otherwise, compiling fails with "Node tangents_2 was
-        # invalid, but is output", even for PyTorch's own operators.
+        # an earlier call. Then compiling fails with "Node tangents_2 was invalid, but is output",
+        # even for PyTorch's own operators. So clear these caches.
         dtensor.clear_caches()
         yield init_device_mesh(device, tuple(shape))
     elif backend is not None:

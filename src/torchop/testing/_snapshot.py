@@ -48,8 +48,8 @@ KERNEL = Words(
     " To write there on purpose, take the whole base tensor as an argument and name it in "
     "mutates_args.",
 )
-# For the helper operators that torchop defines. Their schemas are generated, so users cannot add
-# the argument to `mutates_args`, and the message does not suggest it.
+# The words for helper operators, which torchop defines itself with generated schemas. Users cannot
+# add an argument to `mutates_args` of a helper operator, so the message does not suggest it.
 HELPER = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
 BACKWARD = Words(
     "the incoming gradient of {where} was mutated",
@@ -190,8 +190,8 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # `holders` is empty if the kernel replaced the storage of a mutable input. The change is
-        # then harmless, because no input uses the old storage any more.
+        # If the kernel replaced the storage of a mutable input, no input uses the old storage any
+        # more. `holders` is then empty, and a change of the old storage is harmless.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
@@ -324,7 +324,7 @@ def _has_data(tensor: Tensor) -> bool:
     try:
         _state(tensor)
         storages = [part.untyped_storage() for part in _parts(tensor)]
-        # A wrapper subclass has a storage of nonzero size without memory.
+        # The storage of a wrapper subclass has a nonzero size, but no memory that could be copied.
         return all(storage.data_ptr() or not storage.nbytes() for storage in storages)
     except Exception:  # a Tensor subclass may raise anything, which must not break the user's call
         return False
@@ -352,8 +352,8 @@ def _state(tensor: Tensor) -> dict[str, Any]:
         "storage": [storage._cdata for storage in storages],
         "storage size": " and ".join(str(storage.nbytes()) for storage in storages),
     }
-    # For a sparse tensor, compare the storages last. Any write to the tensor may replace them, so
-    # the other fields describe the change more precisely.
+    # For a sparse tensor, compare the storages last. Any write to the tensor may replace its
+    # storages, so if another field has changed too, that field describes the write more precisely.
     state: dict[str, Any] = {
         **(memory if tensor.layout is torch.strided else {}),
         "dtype": tensor.dtype,

@@ -87,7 +87,8 @@ class Suite:
     # ----------------------------------------------------------------------------------------------
     # The controller, or the only process
 
-    # With `trylast`, pytest's terminal reporter finishes its progress output after these results.
+    # Use `trylast`, so that pytest's terminal reporter finishes its progress output only after
+    # these results.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         result = yield
@@ -101,8 +102,8 @@ class Suite:
             pairs = itertools.pairwise(itertools.chain(results, [None]))
             for number, (tested, following) in enumerate(pairs, before + 1):
                 # pytest prints the percentage of collected tests that have finished, and takes 100
-                # % for the end of the run. So if another result follows, count it as collected
-                # already.
+                # % for the end of the run. So if another result follows, count that result as
+                # collected, to keep the percentage below 100.
                 session.testscollected = number + (following is not None)
                 self._log(cast(dict[str, Any], tested))
         return result
@@ -130,7 +131,7 @@ class Suite:
             self._notes.append(f"wrote the failures to {path}; commit it to accept them")
 
     def _log(self, tested: dict[str, Any]) -> None:
-        """Report a result to pytest like that of a test, once each for setup, call and teardown."""
+        """Report a result to pytest as a test: one report each for setup, call and teardown."""
         namespace, _, name = tested["name"].partition("::")
         nodeid = f"torchop-check::{namespace}::{name}"
         location = ("torchop-check", None, f"{namespace}.{name}")

@@ -192,8 +192,8 @@ def _with_union_of_gradients(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Make an argument require grad in all examples if it requires grad in any call.
 
-    Otherwise, if an example came from a test of a single gradient, the checks would leave out all
-    other gradients.
+    An example may come from a test in which only one argument requires grad. Without this step, the
+    checks would then leave out the gradients of all other arguments.
     """
 
     def places(call: Any) -> Iterator[tuple[str, Any]]:
@@ -225,7 +225,7 @@ def has_rows(example: Any) -> bool:
 
 
 def grown(example: Any, *, rows: int) -> Any:
-    """Return an example with larger tensors, filled with new values in the range of the old ones.
+    """Return an example with larger tensors, with new values in the range of the old values.
 
     Dimensions of size 1 are enlarged to size 3. If `rows` is not 0, a leading dimension of this
     size is added to each tensor that has at least one dimension.

@@ -94,7 +94,8 @@ def timed(
 def _timing(times: list[float]) -> Timing:
     times = sorted(each * 1e6 for each in times)
     best, median = times[0], statistics.median(times)
-    # Use order statistics, which give a confidence interval without assuming a distribution.
+    # Use order statistics, because they give a confidence interval for the median without assuming
+    # a distribution.
     first = max(0, math.floor(len(times) / 2 - 0.98 * math.sqrt(len(times))))
     interval = times[first], times[-1 - first]
     return Timing(best, median - best if len(times) > 1 else math.inf, median, interval)

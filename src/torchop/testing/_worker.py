@@ -19,7 +19,7 @@ from torchop.testing.process_state import quiet
 def noted(check: Check, file: Path, /, **values: Any) -> Check:
     """Return a copy of a check that writes each call to a file before making it.
 
-    If the call crashes the process, `crashed` reads the file, which also contains `values`.
+    If the call crashes the process, `crashed` reads the file. The file also contains `values`.
     """
 
     def write(label: str, program: str) -> None:

@@ -70,9 +70,9 @@ def has_integers(tensor: torch.Tensor) -> bool:
 def other_values(value: Any, steps: int = 1) -> Any:
     """Return the arguments with the elements of each tensor rotated.
 
-    If there are several integer tensors, they are left unchanged, because their values may depend
-    on each other, like the starts and lengths of segments. But if rotating the floating-point
-    tensors has no effect, the integer tensors are rotated anyway.
+    Several integer tensors are left unchanged, because their values may depend on each other, like
+    the starts and lengths of segments. They are rotated anyway if rotating the floating-point
+    tensors has no effect.
     """
     plain = [t for t in tensors_of(value) if is_plain(t)]
     integers = [t for t in plain if has_integers(t)]
@@ -272,7 +272,7 @@ def shown(tensor: torch.Tensor) -> str:
 
 
 def _shown_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Show the first elements of both tensors, or the first that differ, if they come later."""
+    """Show the first few elements of both tensors, or else the first elements that differ."""
     one, other = (dense(tensor).flatten() for tensor in (actual, expected))
     differs = ~torch.isclose(one, other, equal_nan=True)
     if bool(differs[:6].any()) or not bool(differs.any()):
@@ -349,8 +349,8 @@ def argument_names(op: Any, args: Any, kwargs: Any) -> list[str]:
 def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
     """Allocate and free zeroed memory, so that `torch.empty` probably returns zeros.
 
-    Otherwise, `torch.empty` could return memory that still contains NaN from an earlier call.
-    `tensors` must have the sizes that will be passed to `torch.empty`.
+    Without this step, `torch.empty` could return memory that still contains NaN from an earlier
+    call. `tensors` must have the sizes that will be passed to `torch.empty`.
     """
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()  # an upper bound for sparse tensors
@@ -442,7 +442,8 @@ def slope_is_right(function: Any, inputs: Any, step: float = 1e-6, tolerance: fl
 
     every = range(len(inputs))
     if found := problem(every):
-        # Name the first of several inputs whose gradient alone is wrong.
+        # If there are several inputs, check the gradient of each input alone, and name the first
+        # input with a wrong gradient.
         alone = ((n, problem([n])) for n in every if len(inputs) > 1)
         number, text = next((pair for pair in alone if pair[1]), (None, found))
         where = "" if number is None else f"with respect to input {number}, "

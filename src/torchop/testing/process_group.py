@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def enter() -> None:
-    """Move this process into a new group, and on Linux make it end together with its parent."""
+    """Move this process into a new group, and on Linux make it exit when its parent exits."""
     os.setpgid(0, 0)
     if sys.platform == "linux":  # otherwise a child that hangs would outlive its parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -68,10 +68,10 @@ def _rounding_mode() -> int:
 
 
 def device_module() -> Any:
-    """Return PyTorch's module for the accelerator, such as `torch.cuda`.
+    """Return PyTorch's module for the accelerator in use, such as `torch.cuda`, or None.
 
-    Return None if there is no accelerator, or if the process has not used it yet. In the second
-    case, reading its state would initialize it.
+    Return None if there is no accelerator, or if the process has not initialized it. Reading the
+    state of an unused accelerator would initialize it.
     """
     accelerator = devices.accelerator()
     if accelerator is None or not accelerator.is_in_use():
@@ -192,7 +192,7 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         functools.partial(locale.setlocale, locale.LC_ALL),
     ),
     # Warning filters are not restored here, because a module that is imported during a call may add
-    # filters that must stay. Checks that add filters remove them again.
+    # filters for the rest of the process. Checks that add filters remove these filters themselves.
     "warnings.filters": (lambda: [*warnings.filters], None),
     "sys.path": (lambda: [*sys.path], None),  # not restored for the same reason
     "signal.getsignal()": (_signal_handlers, _set_signal_handlers),

@@ -120,8 +120,9 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
         expected = expected_failures(name, kwargs.get("expected", {}))
         for check in checks:
             named = next(filter(check.is_named, expected), "")
-            # A check that `expected` lists by name must fail. If `expected` contains a family or a
-            # pattern, some of the matching checks may pass, so the xfail mark is not strict.
+            # If `expected` lists a check by name, the check must fail, so its xfail mark is strict.
+            # If `expected` lists a family or a pattern, some of the matching checks may pass, so
+            # the mark is not strict.
             is_strict = named in (check.name, check.name.partition(".")[2])
             yield _Planned(operator, check.name, expected=expected.get(named, "")), is_strict
     except Exception as error:
@@ -143,7 +144,7 @@ def _of_operator(name: OpName, value: Any) -> Any:
 _CHECK = pytest.StashKey["PlannedCheck"]()
 
 
-# Cached, because the checks of an operator share recorded calls. The tests of an operator run
+# Cache the checks of an operator, because they share recorded calls. The tests of an operator run
 # consecutively, so caching the checks of a single operator is enough.
 @functools.lru_cache(maxsize=1)
 def _checks(op: _Operator) -> Mapping[str, Check]:
@@ -288,7 +289,8 @@ def report_crash(report: Any, worker: Any) -> None:
     file = Path(worker.workerinput["torchop_call"])
     values = json.loads(file.read_text(encoding="utf-8"))
     limit = worker.config.getoption("timeout", None)
-    # pytest-timeout starts its timer slightly before `started`, so compare with 95 % of the limit.
+    # pytest-timeout starts its timer slightly before `started` is set, so a test that timed out may
+    # have taken a little less than the limit. Compare with 95 % of the limit.
     hangs = limit is not None and time.time() - values["started"] > 0.95 * limit
     problem = f"took over {limit:g} seconds" if hangs else "ended the process"
     result = crashed(values["check"], file, problem)

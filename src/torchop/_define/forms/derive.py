@@ -54,7 +54,7 @@ def derive_form(
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # Allow an output that is also an input: all results are computed before the first one is
+        # An output may also be an input, because all results are computed before the first one is
         # copied into an output.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 

@@ -1,7 +1,7 @@
 """Create the kernels of the functional, out= and in-place forms from one kernel.
 
 The author's kernel writes its results into output arguments, which are checked before it runs. If
-PyTorch's own operators would reject an output as well, the error message is the same as PyTorch's.
+PyTorch's own operators would reject the same output, the error has the same message as in PyTorch.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def check_outputs(
 ) -> None:
     """Raise an error if an output is None, or overlaps an input (unless `may_be_an_input`).
 
-    We need no check for outputs that no operator may mutate, such as expanded tensors, because the
-    mutation rule has already rejected them at this point.
+    Outputs that no operator may mutate, such as expanded tensors, need no check here, because every
+    operator that mutates arguments has already rejected them before this check runs.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]
@@ -230,8 +230,8 @@ class WritingKernels:
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
         # The in-place form needs no guard if it copies the result, because `overwrite` then checks
-        # the metadata. Neither does it need one if the result is allocated like the first argument,
-        # because then the metadata always matches.
+        # the metadata. It also needs no guard if the result is allocated like the first argument
+        # (`place == 0`), because then the metadata always matches.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
         # The `_call_key` of the last valid call. A call with the same key can skip `allocate`,

@@ -1,4 +1,4 @@
-"""Create the names, schemas, signatures and docstrings of out= and in-place forms."""
+"""Create the names, schemas, signatures and docstrings of an operator's out= and in-place forms."""
 
 from __future__ import annotations
 

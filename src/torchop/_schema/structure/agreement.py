@@ -1,8 +1,8 @@
 """Check that kernels return the same structure as the fake kernel for the same arguments.
 
-In compiled code, everything that the fake kernel decides becomes a constant: which results are
-None, how long lists are, and all values that are not tensors. The graph never compares these
-constants with the results of the real kernel, so the kernel's wrapper must do it.
+The fake kernel decides which results are None, how long lists are, and the values of everything
+    that is not a tensor. In compiled code, these decisions become constants. The graph never
+    compares them with the results of the real kernel, so the kernel's wrapper must do it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _decision(value: Any) -> Any:
 
 
 def _key(args: tuple[Any, ...]) -> Any:
-    """Return a dict key with all that a fake kernel may depend on, or None if impossible."""
+    """Return a hashable key of all that a fake kernel may depend on, or None if there is none."""
     try:
         key = tuple(map(_part, args))
         hash(key)

@@ -56,10 +56,10 @@ class StructuredConvention(Convention):
         return self.structure.fake(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """Wrap a vmap rule for objects, such as dataclasses, to take the schema's flat arguments.
+        """Wrap a vmap rule that takes objects, so that it takes the schema's flat arguments.
 
-        In place of each structure, `in_dims` and `out_dims` hold a mapping from field names to
-        dimensions.
+        For a structured argument or result, such as a dataclass, `in_dims` or `out_dims` holds a
+        mapping from field names to dimensions.
         """
         structure = self.structure
         if not callable(function):
@@ -78,9 +78,10 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Wrap a torch_dispatch rule for objects, such as dataclasses, to take flat arguments.
+        """Wrap a torch_dispatch rule that takes objects, so that it takes flat arguments.
 
-        The author's rule receives objects, and so does the `func` that is passed to the rule.
+        The author's rule receives objects, such as dataclasses. The `func` that is passed to the
+        rule takes objects too.
         """
         structure = self.structure
 
@@ -93,10 +94,11 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """Wrap a backward formula for objects, such as dataclasses, to take flat gradients.
+        """Wrap a backward formula so that PyTorch can call it with one gradient per flat result.
 
-        The gradient that `backward` returns for a structure may be a mapping from field names, or
-        an object of any class with the same field names.
+        The author's `backward` receives the gradients of a structure, such as a dataclass, as one
+        object. For a structured argument, it returns a mapping from field names to gradients, or an
+        object of any class with the same field names.
         """
         structure = self.structure
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
@@ -112,9 +114,10 @@ class StructuredConvention(Convention):
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """Wrap a forward-mode formula for objects, such as dataclasses, to take flat tangents.
+        """Wrap a forward-mode formula so that PyTorch can call it with flat tangents.
 
-        The formula receives the tangents of a structure as a mapping from field names.
+        The author's formula receives the tangents of a structure, such as a dataclass, as a mapping
+        from field names to tangents.
         """
         structure = self.structure
         names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))

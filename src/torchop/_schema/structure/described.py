@@ -59,8 +59,8 @@ def flat_call(
 ) -> tuple[list[Any], dict[str, Any]] | None:
     """Return the same positional and keyword arguments that the generated code would pass.
 
-    Return None if Dynamo must trace the generated code after all, for example because that code may
-    raise.
+    Return None if Dynamo must trace the generated code after all, for example because the generated
+    code may raise an error for these arguments.
     """
     if structure.returns_objects:
         return None
@@ -109,8 +109,8 @@ def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
     """Return whether reading these attributes of an instance runs no Python code.
 
     Reading a property, for example, calls a function. If `flat_call` read the property and then
-    gave up, Dynamo would fall back to tracing the generated code, which would call the function a
-    second time.
+    returned None, Dynamo would trace the generated code instead, so the property's function would
+    run twice.
     """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)

@@ -17,9 +17,9 @@ class Items(Node):
     """A list, tuple or dict in a result.
 
     In the schema, the tensors of all items share a single list. Everything else goes into a static
-    (non-tensor) part of the result: the keys of a dict, and one entry per item for each of the
-    item's leaves and static parts. The entry is True or None for a tensor, the length for a list of
-    tensors, and the value itself for anything else.
+    (non-tensor) part of the result. This part holds the keys of a dict and, for each item, one
+    entry per field. The entry is True or None for a tensor, the length for a list of tensors, and
+    the value itself for anything else.
 
     Attributes:
         item: the tree node for the annotation of one item. Its path ends in `[*]`.

@@ -1,9 +1,9 @@
 """Layouts: the parts of structured results that are not tensors, such as strings and dict keys.
 
-Compilers and the dispatcher support few result types besides tensors, so in the schema, a single
-int stands for all other parts of a result. This int identifies the *layout*, i.e. the tuple of the
-values of these parts. In compiled code, the fake kernel determines the layout, so the int is a
-constant there.
+Compilers and the dispatcher support few result types besides tensors. So an operator returns its
+tensors and a single int, which stands for everything else in the result. The int identifies the
+*layout*, i.e. a tuple with the values of all non-tensor parts. In compiled code, the fake kernel
+determines the layout, so the int is a constant.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Layouts:
     def number_of(self, values: tuple[Any, ...], exact: tuple[str, ...] = ()) -> int:
         """Return the number that identifies a layout, i.e. the non-tensor parts of a result.
 
-        `exact` holds the text of each number, because values of different types may be equal, such
-        as 1.0 and 1, but must not share a layout.
+        `exact` holds the text of each number in `values`. The text tells apart values such as 1.0
+        and 1, which are equal but must not share a layout.
         """
         try:
             return self._numbers[values, exact]

@@ -17,8 +17,8 @@ from torchop._schema.kinds import Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, Shape, as_mapping
 from torchop._schema.structure.source import Source
 
-# Maps the name of each leaf (an argument or result in the schema) to the variable that holds its
-# value in generated code.
+# For each argument or result in the schema, maps its name to the name of the variable that holds
+# its value in generated code.
 Variables = Mapping[str, str]
 
 
@@ -92,8 +92,8 @@ class Node:
     ) -> None:
         """Emit a statement that replaces a variable by `function(variable)`.
 
-        At run time, the statement is skipped if the variable has the type `exact`, or is None and
-        the value is optional.
+        At run time, the generated code skips the statement if the variable has exactly the type
+        `exact`, or if it is None and the value is optional.
         """
         conditions = [f"{name} is not None"] * self.is_optional
         if exact is not None:
@@ -110,7 +110,7 @@ class Leaf(Node):
             dispatcher.
         unwritable_default: the default, if the schema language cannot express it. The default in
             the schema is then None.
-        is_required_if_given: whether the value must not be None unless the enclosing structure is.
+        is_required_if_given: whether the value may be None only if the enclosing structure is None.
     """
 
     def __init__(self, path: str, name: str, kind: Kind) -> None:

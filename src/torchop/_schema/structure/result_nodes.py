@@ -25,7 +25,7 @@ class ResultFields(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Skip __init__: if it validates the values, it would reject gradients.
+        # Skip __init__, because it may validate the values, and gradients may not pass its checks.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -55,8 +55,8 @@ class Described(str):
 class Static(Node):
     """A part of a result that the fake kernel determines, such as a string.
 
-    This part is not a result in the schema, because its value is stored in the layout of the
-    result.
+    The schema has no separate result for this part. Its value is stored in the layout, a tuple of
+    all non-tensor parts of the result, which a single int in the schema identifies.
 
     Attributes:
         check: validates a value and returns it in a hashable form.

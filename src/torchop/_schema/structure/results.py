@@ -47,7 +47,8 @@ def build_result(annotation: Any, path: str = RESULT, inside: tuple[Any, ...] = 
     """Build the annotation tree of a result, or of a field of a result.
 
     Tensors and ints become leaves, i.e. results in the schema. All other values become static
-    parts, which are stored in the layout. `inside` lists the types of the enclosing structures.
+    parts, which are stored in the layout (see `layouts`). `inside` lists the types of the enclosing
+    structures.
     """
     annotation = without_annotated(annotation)
     inner, optional = types.strip_optional(annotation)

@@ -20,7 +20,7 @@ from torchop._schema.structure.source import Source
 
 
 class Rows(Node):
-    """A list of structures, stored by column: each leaf is the list of one field of all rows.
+    """A list of structures, stored by column: each leaf lists one field's values in all rows.
 
     `row` is the tree of a single row, i.e. one structure. Its leaves have the same names as the
     columns.

@@ -19,8 +19,8 @@ _TENSOR = object()
 _TEMPLATES = "_torchop_templates"
 
 
-# Values of these types are saved unchanged. Most saved values have one of them, so check for these
-# types first.
+# Values of these types are saved unchanged. Most saved values have one of these types, so
+# `_template` checks for them first.
 _PLAIN = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device})
 # Maps dataclasses to their field names. Weak keys allow the classes to be freed.
 _names: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()

@@ -112,8 +112,8 @@ class ClassShape(Shape):
 class DataclassShape(ClassShape):
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
-        # Results are rebuilt in code that Dynamo traces, and Dynamo supports no way to create an
-        # object other than calling the class.
+        # Dynamo traces the code that rebuilds results, and the only way to create an object that
+        # Dynamo supports is calling the class.
         if self.is_of_result or has_custom_construction(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"

@@ -21,7 +21,7 @@ _TYPES = {id(value): name for name, value in vars(builtins).items() if isinstanc
 
 
 def is_plain(name: Any) -> bool:
-    """Return whether a name can be inserted into source code as it is."""
+    """Return whether a name can be inserted into source code unchanged."""
     return (
         type(name) is str  # a subclass may override __format__
         and name.isascii()  # Python normalizes other letters, e.g. ligatures

@@ -60,8 +60,8 @@ class Structure:
             places = [static.path for static in self.result.statics()]
             self.layouts = Layouts(op, places)
         # The results of the flat operator (the operator as PyTorch sees it). If the author's result
-        # has parts that are not tensors, the last flat result is an int that identifies their
-        # values (see `layouts`).
+        # has parts that are not tensors, the last flat result is an int that stands for the values
+        # of all these parts (see `layouts`).
         self._flat = [leaf.name for leaf in self.result.leaves()]
         self._flat += [_LAYOUT] * bool(self._statics)
         self.decisions = Decisions(op, [n.path for n in self.result.leaves()], self._layout_of)
@@ -138,7 +138,7 @@ class Structure:
     def gather_each_result(
         self, flat: tuple[Any, ...], statics: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Convert the gradients of the flat results to arguments for the author's backward formula.
+        """Convert the flat results' gradients to arguments for the author's backward formula.
 
         `statics` holds the static (non-tensor) parts of the result.
         """
@@ -175,7 +175,7 @@ class Structure:
     def gather_result(self, flat: Any) -> Any:
         """Pack one value per flat result, such as shapes, into the author's structure.
 
-        This is the structure that the author's function returns, for example a NamedTuple.
+        The author's structure is the one that the decorated function returns, such as a NamedTuple.
         """
         values = (flat,) if len(self._flat) == 1 else flat or ()
         return self.result.gather(dict(zip(self._flat, values, strict=False)))
@@ -358,8 +358,8 @@ class Structure:
         if self.layouts is not None:
             number_of = source.object(self.layouts.number_of, "layout")
             statics = "".join(f"{variables[name]}, " for name in self._statics)
-            # The key of a layout includes the text of each number, because a number may be equal to
-            # one of another type or sign, such as 1 and 1.0.
+            # The key of a layout includes the text of each number, because numbers of different
+            # types or signs may be equal, such as 1 and 1.0, but need different layouts.
             text_of = source.object(repr)
             texts = "".join(
                 f"{text_of}({variables[static.name]}), "

@@ -18,7 +18,8 @@ class Advice(NamedTuple):
     """The bug that a check finds, and how to fix it.
 
     In `fix`, `{x}` is a placeholder for the name of an argument. `of` is the part of the operator
-    that contains the bug: `"kernel"`, `"fake"` or `"formula"`.
+    that contains the bug: `"kernel"`, `"fake"` (the fake kernel) or `"formula"` (the backward
+    formula).
     """
 
     fault: str
@@ -241,7 +242,8 @@ _ADVICE: dict[str, Advice] = {
         "The result under autocast is wrong.", "Cast all arguments to one dtype."
     ),
 }
-# Maps patterns of check names, and words in their messages, to keys of `_ADVICE`.
+# For a pattern of check names and a text in the failure message, the key of the advice in
+# `_ADVICE`.
 _BY_MESSAGE = {
     ("contracts.schema", "UndeclaredMutationError"): "contracts.schema: write",
     ("contracts.repeated", "generator that the caller passes"): "contracts.repeated: generator",

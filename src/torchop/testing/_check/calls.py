@@ -116,8 +116,8 @@ class Record:
         error: the exception that the call raised, if any.
         swapped: an exception if the call replaced the storage or the strides of an argument that
             it may write to.
-        mutation: an exception if the call made any mutation that the schema does not declare,
-            including the mutations in `swapped`.
+        mutation: an exception if the call made any mutation that the schema does not declare.
+            Replacing a storage or strides, as in `swapped`, counts too.
         around: the name of the first argument around which the call changed memory, if any.
     """
 
@@ -134,8 +134,8 @@ class Call:
     """One call of an operator, which is made lazily when `record` is first read.
 
     During this call, `torch.empty` returns memory filled with NaN or with the largest integer.
-    Probes compare the results with a second call during which `torch.empty` returns zeros. If the
-    two results differ, the kernel does not write every element.
+    Probes make a second call, during which `torch.empty` returns zeros, and compare the results. If
+    they differ, the kernel does not write every element.
     """
 
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
@@ -234,8 +234,8 @@ class Call:
     def contiguous(self) -> list[Any]:
         """The outcome of a call on contiguous copies, during which `torch.empty` returns zeros."""
         outcomes: list[list[Any]] = [[]]
-        # A NaN may come from uninitialized memory, so repeat a call that returns NaN. Keep the
-        # outcomes of all calls alive, which forces each call to allocate different memory.
+        # If a result contains NaN, the NaN may come from uninitialized memory, so repeat the call.
+        # Keep the outcomes of all calls alive, so that each call must allocate different memory.
         while len(outcomes) == 1 or (_have_nan(outcomes[-1]) and len(outcomes) < 8):
             example = probes.contiguous_copies(tuple(self.example))
             probes.free_zeros(probes.tensors_of((example, outcomes[-1])))

@@ -18,8 +18,9 @@ class Variant:
     """A way to generate cases from the author's examples, such as transposing tensors.
 
     `make(subject, example)` yields the cases for one example, or raises CannotCheck if the variant
-    does not apply. It is called for at most `most` examples. `group` is the kind of change, such as
-    `"layout"`, and is used to group failures, since one bug often affects a whole kind of change.
+    does not apply. Checks call `make` for at most `most` examples. `group` is the kind of change,
+    such as `"layout"`, and is used to group failures, since one bug often affects a whole kind of
+    change.
     """
 
     name: str

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 Outcome = Literal["passed", "failed", "expected failure", "cannot be done", "not run"]
 
-# The start of a sentence in messages about results that are wrong for contiguous tensors, too.
+# The start of a sentence in error messages, used if results are wrong even for contiguous tensors.
 NOT_THE_LAYOUT = "The layout is not the cause"
 
 
@@ -83,8 +83,9 @@ _OF_GRADIENTS = (
     "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
-# If the check in the key fails even for the unmodified example, it probably explains failures of
-# the checks in the value. Some keys also name the kind of failure (see `_key`).
+# Maps a check to the checks whose failures it explains: if it fails even for the unmodified
+# example, the others probably fail for the same reason. Some keys also name the kind of failure
+# (see `_key`).
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.schema: write": (*_OF_GRADIENTS, "sharing.*", "subsystems.vmap*"),
@@ -176,8 +177,8 @@ def _explains(one: Result, other: Result) -> bool:
     is_plain = one.group in ("plain", "gradient", "incoming") or first == "memory.contiguous"
     if is_plain or first == "dtypes.double":
         return _is_named(second, _EXPLAINS.get(_key(one), ()))
-    # Compilers also call the fake kernel with other sizes and strides than those of the example, so
-    # a wrong fake kernel probably explains why a compiled program fails.
+    # Compilers call the fake kernel with other sizes and strides too. So a fake kernel that is
+    # wrong for any of them probably explains why a compiled program fails.
     if first == "subsystems.fake" and _is_named(second, _OF_COMPILERS):
         return True
     # A kernel that ignores strides fails for other layouts, and also for arguments that share

@@ -51,7 +51,7 @@ def placed(
 
 
 def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
-    """Return the contiguous strides of a shape after enlarging each dimension by `row`."""
+    """Return the contiguous strides of `shape` with each dimension enlarged by `row`."""
     return torch.empty([size + row for size in shape], device="meta").stride()
 
 

@@ -22,7 +22,7 @@ from torchop.testing._check.calls import Call
 _MOST_ELEMENTS = 400
 # `torch.tensor` infers these dtypes from literals, so the program does not pass `dtype` for them.
 _DTYPES_OF_LITERALS = (torch.float32, torch.int64, torch.bool, torch.complex64)
-# Tensors with more bytes than this are replaced with random ones, to keep the program short.
+# Tensors with more bytes than this are replaced with random tensors, to keep the program short.
 _MOST_BYTES = 2**18
 
 

@@ -122,8 +122,8 @@ class _Indices(_Related):
         size = self.size(tensors)
         if value.numel() and not size:
             raise CannotCheck("indices cannot refer to an empty tensor")
-        # Some indices of a large dimension may not fit into the dtype, so also clamp to its
-        # maximum.
+        # The dimension may be larger than the largest number of the dtype, so clamp to that number
+        # too.
         return value.clamp(0, min(size - 1, torch.iinfo(value.dtype).max)) if size else value
 
 
@@ -182,8 +182,8 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
         yield _Sorted()
     elif are_distinct(tensor) and is_permutation(tensor):
         yield _Permutation()
-    # The sum of some indices may happen to equal a size, which makes them look like lengths. So
-    # treat integers that look like lengths as possible indices, too.
+    # The sum of some indices may happen to equal a size, so that they look like lengths. So
+    # integers that look like lengths may be indices too.
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield _Indices(place, dim)

@@ -276,8 +276,8 @@ class _Run:
     def _refusal(self, call: Call) -> Exception | None:
         """Return the exception if a call violates the schema, or None if the probe can run.
 
-        Raise CannotCheck to skip the case, either because the operator rejects the arguments or
-        because another check has already reported the violation.
+        Raise CannotCheck to skip the case if the operator rejects the arguments, or if another
+        check has already reported the violation.
         """
         declined = self.subject.declined(call.example)
         if declined is not None:
@@ -307,7 +307,8 @@ class _Run:
             self.subject.broken_in = self.subject.broken_in or self.check.name
         if case.shrink:
             seconds = min(_SECONDS_TO_SHRINK, self.end - time.perf_counter())
-            # PyTorch has no kernels for some dtypes, but this must not hide the failure.
+            # Shrinking may raise NotImplementedError, because PyTorch has no kernels for some
+            # dtypes. Ignore it, so that `check` still reports the failure.
             with contextlib.suppress(NotImplementedError):
                 case = shrunk(case, self._again, seconds)
                 error = self._again(case) or error
@@ -381,7 +382,7 @@ def _program(check: Check, case: Case, probe: Any, options: Mapping[str, Any]) -
 def _cause(error: BaseException) -> str:
     """Describe the exception from the operator that caused a failure.
 
-    If the operator did not raise and a probe found an incorrect result, return an empty string.
+    If the operator raised no exception, i.e. if a probe found an incorrect result, return "".
     """
     # Dynamo wraps exceptions from the kernel in its own exceptions, so unwrap them.
     is_of_dynamo = "dynamo" in type(error).__module__

@@ -56,8 +56,9 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     if first.device != second.device or not first.numel() or not second.numel():
         raise CannotCheck("no call has two non-empty tensors on the same device")
     pair = sharing(first, second)
-    # Sharing memory overwrites some of the values. Integers may be indices, and an overwritten
-    # index could be out of range, so skip the case if any integer has changed.
+    # Moving two tensors into shared memory overwrites some of their values. Integers may be
+    # indices, and an overwritten index could be out of range, so skip the case if any integer has
+    # changed.
     values = ((first, pair[0]), (second, pair[1]))
     if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
         raise CannotCheck("integers that differ cannot share memory")

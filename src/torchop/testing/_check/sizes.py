@@ -73,11 +73,11 @@ _MOST_ELEMENTS = 2**19
 def larger_sizes(
     example: Example, results: Sequence[Tensor] = (), blocks: Sequence[int] = BLOCKS
 ) -> list[dict[int, int]]:
-    """Return changes that each enlarge one size beyond a common block size of kernels.
+    """Return changes of sizes, each of which enlarges one size beyond a common block size.
 
-    The length of a tensor of distinct indices is not changed, because there may be too few valid
-    indices to fill a longer tensor. Sizes are also skipped if the example or the `results` would
-    become too large, as in an outer product.
+    Tensors of distinct indices keep their length, because there may be too few valid indices to
+    fill a longer tensor. A change is also left out if it would make the example or the `results`
+    too large, as in an outer product.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [

@@ -66,8 +66,9 @@ class Subject:
         # The name of the first check that reported a schema violation, if any did so far. All other
         # checks skip calls that violate the schema, so that each violation is reported only once.
         self.broken_in: str | None = None
-        # How many calls the `valid` predicate of `register_examples` has rejected so far. Copies
-        # made by `with_provider` share this counter, so it covers all kernels of the operator.
+        # How many calls the `valid` predicate of `register_examples` has rejected so far. The
+        # copies that `with_provider` makes for other kernels share this counter, so it counts the
+        # calls of all kernels.
         self.counts = Counter(rejected=0)
         self.originals = [self._original(*pair) for pair in pairs]
         for index, example in enumerate(self.originals):
@@ -153,7 +154,7 @@ class Subject:
         return next(place for place, each in enumerate(self.examples) if each is example)
 
     def cases(self, variant: Variant) -> Iterator[Case]:
-        """Yield the cases that a variant generates, caching them for later checks.
+        """Yield the cases that a variant generates, and cache them for later checks.
 
         If the variant does not apply to one of the examples, raise CannotCheck, but only after
         yielding the cases for the other examples.
@@ -291,7 +292,8 @@ class Subject:
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
         """Return keyword arguments for a probe that compares the results of a call.
 
-        If `check` was called with a reference function, its outcome is passed as `expected`.
+        If the user passed a reference function to `check`, the probe gets the outcome of this
+        function as `expected`.
         """
         options: dict[str, Any] = {"what": what, **self.tolerances}
         if self.is_random:

@@ -166,8 +166,8 @@ def _labelled(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
 
 
 def _of_threads(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    # PyTorch uses another thread only for every 32,768 elements. Small calls therefore run in a
-    # single thread, and must not depend on the number of threads at all.
+    # PyTorch splits a call among several threads only if it has more than 32,768 elements. Small
+    # calls therefore run in a single thread, and must not depend on the number of threads at all.
     return {"draws": subject.is_random, "is_large": case.group == "size", **subject.tolerances}
 
 
@@ -195,8 +195,8 @@ _LAYOUTS = (
 )
 _SIZES = "empty single longer"
 # A kernel may violate its schema for a single dtype or layout, so try nearly all variants. Leave
-# out the slow variant "blocks", and variants whose arguments share memory, because there a declared
-# write to one argument also changes the others.
+# out the slow variant "blocks". Also leave out variants whose arguments share memory, because a
+# declared write to one argument then changes the others as well.
 _ALL_VARIANTS = " ".join(
     name
     for name, each in VARIANTS.items()
@@ -216,7 +216,8 @@ def _if_deterministic(provider: Provider) -> bool:
 # The table
 
 CHECKS: tuple[CheckKind, ...] = (
-    # The "contracts" checks run first, because other checks may change the state of the operator.
+    # The "contracts" checks run first, because calls in other checks may change state that the
+    # operator keeps, such as a cache.
     *_of(
         "contracts.schema",
         _SCHEMA,

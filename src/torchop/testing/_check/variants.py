@@ -77,8 +77,8 @@ _WORDS = {
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
     """Yield cases that change one tensor at a time to `layout`, then a case that changes them all.
 
-    If the operator writes to arguments, each case is repeated with finite memory around the tensors
-    (see `layouts.filler`).
+    If the operator writes to arguments, each case is repeated with finite numbers instead of NaN in
+    the memory around the tensors (see `layouts.filler`).
     """
     places = set(range(len(example.tensors)))
     if not places:
@@ -244,8 +244,7 @@ def promotion(subject: Subject, example: Example) -> Cases:
         yield Case(f"{name} in {dtype}", example.replace(place, tensor.to(dtype)))
         if not probes.is_plain(tensor) or not tensor.dim():
             continue
-        # PyTorch has different type promotion rules for tensors without dimensions, so also try one
-        # of these.
+        # PyTorch's type promotion treats 0-dim tensors differently, so try a 0-dim tensor too.
         scalar = probes.widened(tensor).flatten()[:1].sum().to(dtype)
         changed = example.replace(place, scalar)
         if subject.refusal(changed) is None and subject.has_fake_sizes(changed):
@@ -286,8 +285,8 @@ def _needs_float(example: Example) -> None:
 # --------------------------------------------------------------------------------------------------
 # Values
 
-# Maps the name of each kind of special values to a description and a function. The function takes
-# the limits of a dtype and returns lists of values, each of which fills one tensor.
+# For each kind of special values, a description and a function. The function takes the
+# `torch.finfo` of a dtype and returns lists of values. Each list is used to fill one tensor.
 NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     "nan": ("NaN", lambda limits: [[float("nan")]]),
     "inf": ("infinities", lambda limits: [[float("inf"), float("-inf")], [float("-inf")]]),
@@ -337,8 +336,8 @@ def numbers(name: str, subject: Subject, example: Example) -> Cases:
 def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrangement:
     """Return a non-contiguous layout for a call with special values.
 
-    If the call fails in this layout even with the original values, return the contiguous layout,
-    because the failure has nothing to do with special values.
+    If the call fails in the non-contiguous layout even with the original values, special values are
+    not the cause of the failure, so return the contiguous layout instead.
     """
     layout = in_layout("sliced" if tensor.dim() else "offset")
     with contextlib.suppress(Exception):
@@ -354,7 +353,8 @@ def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrange
 def int8(subject: Subject, example: Example) -> Cases:
     for place, tensor in enumerate(example.tensors):
         is_byte = tensor.dtype in (torch.int8, torch.uint8)
-        # Kernels in Python reject indices that are out of bounds.
+        # If the integers are indices, the limits of the dtype are out of bounds. Python kernels
+        # reject such indices, but C++ kernels may crash.
         is_safe = subject.operator.function is not None or not may_be_places(tensor, example)
         if is_byte and is_safe:
             limits = torch.iinfo(tensor.dtype)

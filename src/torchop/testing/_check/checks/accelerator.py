@@ -42,7 +42,7 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
     """Check that replaying a captured graph returns the same bits as an ordinary call.
 
     Replay the graph with the captured values, and then with other values in the same tensors. If
-    tensors require grad, capture the backward pass, too, and compare gradients.
+    tensors require grad, capture the backward pass too, and compare the gradients as well.
 
     Between capture and replay, call the operator with each of the arguments in `others`. These
     calls must not invalidate memory that the graph uses.
@@ -143,8 +143,8 @@ def capture(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fixed_results()
     trainable = trainable_example(subject)
     for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
-        # Make larger calls before the replay. They may cause the kernel to reallocate a workspace
-        # whose old memory the graph still uses.
+        # Make larger calls between capture and replay. They may make the kernel reallocate its
+        # workspace, although the graph still uses the old memory.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
         larger = [tuple(other) for _, other in each_resized(example, *changes)]
         options = {"device_type": device, "others": larger}

@@ -41,9 +41,10 @@ def agrees_with_reference(
 ) -> None:
     """Check that the kernel of a provider agrees with the reference, up to a tolerance.
 
-    The tolerances default to those of `torch.testing.assert_close`. With these defaults, a result
-    in float32 or a smaller dtype may differ more, as long as its error is at most twice the error
-    of the reference. Both errors are measured against the reference in double.
+    The tolerances default to those of `torch.testing.assert_close`. With the default tolerances, a
+    result in float32 or a smaller dtype may differ more, as long as its error is at most twice the
+    error of the reference kernel. To measure both errors, compare with the result of the reference
+    kernel in double.
     """
     kernel = provider_of(call, provider)
     expected = reference_outcome(call)
@@ -81,7 +82,7 @@ def agrees_with_reference(
 def _as_near_as_reference(
     call: Call, actual: list[Any], expected: list[Any], declared: Mapping[Any, Any]
 ) -> list[bool]:
-    """For each result, return whether its error is at most twice the error of the reference."""
+    """Return for each result whether its error is at most twice the reference's error."""
 
     def is_near(one: Any, other: Any, double: Any) -> bool:
         if not isinstance(one, Tensor) or one.dtype in declared or one.shape != other.shape:
@@ -127,7 +128,7 @@ def provider_of(call: Call, name: str) -> Provider:
 
 
 def preferred(providers: Sequence[Provider], device: str) -> Provider:
-    """Return the provider for a device type, falling back to one for all device types."""
+    """Return the provider for a device type, or else a provider for all device types."""
     return min(providers, key=lambda each: (device not in each.devices, None not in each.devices))
 
 
@@ -241,9 +242,9 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 def _zeros(tensor: Tensor) -> Tensor:
     """Replace a sparse tensor with zeros of the same shape, and return other tensors unchanged.
 
-    torchop calls a provider's `supports` function with tensors without data, except for sparse
-    tensors. So only for sparse tensors can the result of `supports` depend on the data, and doing
-    so is a bug.
+    torchop removes the data of all tensors except sparse ones before it passes them to a provider's
+    `supports` function. So the result of `supports` can depend on the data of sparse tensors only,
+    which would be a bug.
     """
     return tensor if probes.is_plain(tensor) else torch.zeros_like(tensor)
 

@@ -27,8 +27,8 @@ def broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example
             if size > 1:
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
                 narrowed = requiring_grad_as(example.replace(place, narrow), example)
-                # If the fake kernel and the kernel disagree about the sizes of results, the author
-                # did not intend to support broadcasting here, so skip the call.
+                # If the fake kernel and the kernel disagree about the sizes of results, assume that
+                # the author did not mean to support broadcasting, and skip the call.
                 if subject.has_fake_sizes(narrowed):
                     yield f"{name} with size 1 in dimension {dim}", narrowed
         if shape is None:

@@ -59,7 +59,7 @@ def maps_like_a_loop(
 
 
 def _element(call: Call, n: int, batch: int) -> Example:
-    """Return the arguments for element `n` of a batch, with other values than the other elements.
+    """Return the arguments for element `n` of a batch. Each element has different values.
 
     The largest numbers differ too, so that a vmap rule cannot reduce over the whole batch.
     """
@@ -176,7 +176,7 @@ def runs_in_autocast(call: Call, before: Any = None) -> None:
     problem = None
     choices: list[Any] = [(lower, ()), (lower, floats), (torch.float32, floats)]
     ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
-    # Autocast may also affect PyTorch functions that the kernel calls, so tolerate the rounding of
+    # Autocast may also apply to PyTorch functions inside the kernel, so tolerate the rounding of
     # intermediate values.
     rounded = probes.rounding(lower, actual)
     ways += [(*each, rounded) for each in choices]
@@ -361,8 +361,8 @@ def autocast(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         if any(t.dtype is torch.float32 for t in example.tensors):
             yield Case("torch.autocast", example, probe=runs_in_autocast)
-            # An autocast rule that wrongly caches cast arguments would reuse those of the first
-            # call.
+            # A faulty autocast rule may cache the arguments of the first call after casting them,
+            # and pass them to the kernel again in the second call.
             others = Example(*probes.other_values(tuple(example)))
             options = {"before": tuple(example)}
             label = "torch.autocast, after other values"

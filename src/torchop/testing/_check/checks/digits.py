@@ -38,7 +38,7 @@ def _needs_double() -> Iterator[None]:
 
 
 def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
-    """Check that the result agrees with the result in double, up to the precision of the dtype."""
+    """Check that the result agrees with the result in double, except for rounding errors."""
     succeeds(call)
     outcome = functools.partial(probes.outcome, call.op)
     actual = probes.mapped(call.record.outcome, probes.dense)
@@ -186,8 +186,8 @@ _UPPER = (2**40, 3 * 2**41, -(2**42))
 def computes_in_int64(call: Call, place: int) -> None:
     """Check that the results depend on the upper 32 bits of integers.
 
-    A kernel that converts the integers to int32 returns the same results without these bits, and
-    its results fit into int32. Some operators, such as `x % 8`, depend only on the lower bits by
+    If a kernel converts the integers to int32, clearing these bits does not change its results, and
+    the results fit into int32. Some operators, such as `x % 8`, depend only on the lower bits by
     design. Their results are small, so the check ignores results of up to 2**24.
     """
     tensor = call.tensors[place]
@@ -221,8 +221,9 @@ def int64(subject: Subject, details: Details) -> Iterator[Case]:
         for place, tensor in enumerate(example.tensors):
             if not probes.has_integers(tensor) or tensor.dtype is not torch.int64:
                 continue
-            # Do not replace integers that may be indices or counts for another tensor. C++ kernels
-            # often do not validate them, and a loop over such a count would not end.
+            # Do not replace integers that may be indices into another tensor, or counts. C++
+            # kernels often do not validate indices, and a loop that runs that many times would not
+            # end.
             is_alone = subject.operator.function is not None and len(example.tensors) == 1
             if may_be_places(tensor, example) and not is_alone:
                 continue

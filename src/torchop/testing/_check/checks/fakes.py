@@ -1,4 +1,4 @@
-"""Checks of fake kernels, and of the keys that autograd kernels are registered at."""
+"""Checks of fake kernels, and of the dispatch keys for which autograd kernels are registered."""
 
 from __future__ import annotations
 
@@ -206,10 +206,10 @@ def fakes_beside_scalars(call: Call, device: str) -> None:
 def fakes_on_the_device(call: Call, device: str) -> None:
     """Check that the fake kernel returns floating-point tensors on the device of the arguments.
 
-    Fake tensors have no memory, so `device` need not exist. Call the fake kernel twice, with
-    `device` as the default device in the second call. A result that is on `device` only in the
-    second call was created without `device=`, which is a bug. If a result is on another device in
-    both calls, assume that this is on purpose.
+    Fake tensors have no memory, so `device` need not exist. Call the fake kernel twice, and make
+    `device` the default device in the second call. If a result is on `device` only in the second
+    call, the fake kernel has created it without `device=`, which is a bug. If a result is on
+    another device in both calls, assume that the author chose that device on purpose.
     """
     with fake_tensors.new_fake_mode():
         args, kwargs = call.example.map(

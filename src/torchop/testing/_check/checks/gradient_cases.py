@@ -215,8 +215,8 @@ def _of_other_sizes(subject: Subject, example: Example) -> Iterator[Case]:
     for change, other in each_resized(example, *changes):
         changed = requiring_grad_as(other, example)
         yield gradient_case(sizes_changed(change), changed, probe=gradients_are_right)
-    # Kernels in C++ may read out of bounds if the sizes of their arguments do not match, so do not
-    # enlarge sizes for them.
+    # C++ kernels may read out of bounds if the sizes of their arguments do not match, so enlarge
+    # sizes only for Python kernels, or for calls with a single tensor.
     if subject.operator.function is None and len(example.tensors) > 1:
         return
     results = probes.tensors_of(Call(subject.op, *example.map(Tensor.detach)).again())

@@ -97,9 +97,9 @@ def slope_problem(
 ) -> RuntimeError | None:
     """Compare gradients with finite differences at up to three points.
 
-    Return None once they agree at one point, because the function may have kinks at the others.
-    Otherwise return the first error. If `valid` rejects the inputs at every point, raise
-    CannotCheck.
+    The function may have kinks at some of the points, so return None as soon as the gradients are
+    right at one point. Otherwise return the first error. If `valid` rejects the inputs at every
+    point, raise CannotCheck.
     """
     problem: RuntimeError | None = None
     for place in range(3):
@@ -173,8 +173,8 @@ def _shares_memory(value: Any, tensor: Tensor) -> bool:
 def incoming_gradients_are_kept(call: Call) -> None:
     """Check that the backward formula modifies neither incoming gradients nor arguments in place.
 
-    Autograd may pass the same gradient tensor to several nodes, so the other nodes would read the
-    modified values.
+    Autograd may pass the same gradient tensor to several nodes. If the backward formula modified
+    it, the other nodes would compute wrong gradients.
     """
     function, inputs = call.function()
     before = probes.copies(inputs)

@@ -1,4 +1,4 @@
-"""Check that backward supports incoming gradients in any layout, and inputs without grad."""
+"""Check the backward pass for incoming gradients in any layout, and inputs without grad."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
     compare("the incoming gradient", every, every, True)
 
 
-# Maps each layout of incoming gradients to a phrase for error messages, which names an operation
-# whose backward pass produces gradients in this layout, and to a function that copies a gradient
-# into the layout.
+# For each layout of incoming gradients, a phrase for error messages and a function that copies a
+# gradient into this layout. The phrase names an operation whose backward pass produces gradients in
+# this layout.
 GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
     "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
@@ -136,8 +136,8 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
         problem = _difference(actual, expected, what)
         if not problem:
             continue
-        # If backward passes differ even for the same incoming gradients, they draw random numbers,
-        # so a difference proves nothing about the layout.
+        # If backward passes give different gradients even for equal incoming gradients, they draw
+        # random numbers. Then the difference does not prove that the layout is the cause.
         again = (backward(place, in_fresh_memory, seed) for seed in (0, 1))
         if not any(_difference(each, expected, what) for each in again):
             raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")

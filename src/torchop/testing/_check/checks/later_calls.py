@@ -58,10 +58,11 @@ def has_no_memory(call: Call, others: Any) -> None:
 
 
 def _ignores_freed_arguments(call: Call, first: list[Any]) -> None:
-    """Check that a call gets right results if its arguments reuse the memory of earlier arguments.
+    """Check that a call returns the right results if its arguments reuse freed memory.
 
-    A faulty kernel may use the addresses of its arguments as cache keys. The version counters of
-    new tensors in the same memory are equal, too.
+    A faulty kernel may use the addresses of its arguments as cache keys. Adding the version counter
+    to the key would not help, because a new tensor in the freed memory of an earlier argument has
+    the same version counter too.
     """
     other, memory = call.other_values(), call.example.copy()
     try:
@@ -144,7 +145,7 @@ def note_first_outcomes(subject: Subject) -> None:
     on_demand.import_dynamo()
     with contextlib.suppress(CannotCheck, WorkerError):
         others = _others(subject, [], example)["others"]
-        # The last call passes other values in tensors of the same sizes, so always include it.
+        # Always include the last call, which passes other values in tensors of the same sizes.
         first, last = others[: _MOST_FORKS - 2], others[_MOST_FORKS - 2 :][-1:]
         in_half = in_dtype(torch.half, example)
         for arguments in (*first, *last, *([tuple(in_half)] if subject.is_valid(in_half) else ())):

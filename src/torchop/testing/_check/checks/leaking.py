@@ -44,7 +44,7 @@ def leaks_nothing(
                 call.op(*example.args, **example.kwargs)
 
     # Memory also grows while calls fill a cache or a memory pool. So report a leak only if the same
-    # counter grows in every run, even though later runs make more calls.
+    # counter grows in every run. By the later, longer runs, caches and pools should be full.
     leaking: set[str] = set()
     for run, each in enumerate((calls // 4, calls // 4, calls // 2, 2 * calls)):
         started = time.perf_counter()

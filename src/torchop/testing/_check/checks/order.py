@@ -19,22 +19,23 @@ from torchop.testing._check.sizes import resized
 _MULTIPLES = (192, 384)
 # Sizes that fit into a single block of most kernels.
 _SMALL = (8, 12)
-# A result may change by a rounding error if the order of additions changes. An integer result, such
-# as a quantized one, may then be rounded to a neighbour.
+# The order of additions affects rounding errors. So an integer result, such as a quantized one, may
+# be rounded up in one call and down in another.
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def treats_elements_alike(call: Call, size: int) -> None:
     """Check that permuting the elements of a dimension only permutes the results.
 
-    A vectorized kernel may handle `size // 8 * 8` elements, and forget the rest. Permuting the
-    elements moves others to the end, so the results change. They may also change because the
-    operator depends on the order of elements, as `cumsum` does. So the check fails only if
-    permutations do just permute the results for sizes that are multiples of common vector widths.
+    A faulty vectorized kernel may handle only the first `size // 8 * 8` elements. After a
+    permutation, other elements are at the end, so the results are different. The results of a
+    correct operator, such as `cumsum`, may also depend on the order of elements. So the check fails
+    only if, for sizes that are multiples of common vector widths, permuting the elements merely
+    permutes the results.
 
-    If results do not have the dimension, as in a sum or an attention, it is enough that the order
-    does not matter for small sizes. A kernel that combines the results of blocks may be wrong from
-    the second block on.
+    Results may lack the dimension, as in a sum or in attention. In this case, the check also fails
+    if the order matters for `size` but not for small sizes, because a faulty kernel may combine the
+    results of several blocks incorrectly.
     """
     problem = None
     for problem in _differences(call, call.example, size):

@@ -202,8 +202,9 @@ def leaves_process_alone(
 
     If `draws` is true, the call may advance PyTorch's random number generators. If `raises` is
     true, the operator rejects the arguments. If `gradients` is true, the backward pass runs too. If
-    `unusual` is true, the call starts from other modes than usual. A kernel may set a mode and then
-    reset it to its usual value instead of the previous one. The call may raise.
+    `unusual` is true, the call runs under modes that differ from the defaults, and may raise. This
+    exposes a kernel that sets a mode and then resets it to the default instead of the previous
+    value.
     """
     # Start from an unusual seed and number of threads. If the kernel sets either one, it almost
     # certainly chooses another value, so the change shows up.

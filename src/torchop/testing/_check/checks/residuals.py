@@ -1,4 +1,4 @@
-"""Checks of residuals, i.e. of kernel outputs that are only used in the backward pass."""
+"""Checks of residuals, i.e. of kernel outputs that only the backward pass uses."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from torchop.testing._contents import check_outputs
 from torchop.testing._snapshot import overlap
 from torchop.testing.process_state import restored
 
-# Each input is moved by one unit in the last place, but kernels round many intermediate results.
+# The bound on rounding errors, as a multiple of the change of the result when each input moves by
+# one unit in the last place. It is above 1 because kernels round intermediate results too.
 _ROUNDING = 16
 
 
@@ -59,10 +60,10 @@ def same_as_contiguous(
 def _differs_by_rounding(call: Call, expected: Sequence[Any]) -> bool:
     """Return whether the outcome differs from `expected` by no more than amplified rounding errors.
 
-    Kernels may add numbers in another order if the layout differs. Most results change by a few
-    units in the last place, but some amplify this: normalizing a row of equal numbers divides
-    rounding errors by almost 0. So move each input by one unit in the last place, and allow errors
-    in proportion to the change of the result.
+    Kernels may add numbers in another order if the layout differs. Most results then change by a
+    few units in the last place, but some operators amplify rounding errors: normalizing a row of
+    equal numbers divides them by almost 0. So move each input by one unit in the last place, and
+    allow errors in proportion to the change of the result.
     """
 
     def moved(share: float) -> list[Any]:
@@ -85,7 +86,8 @@ def _differs_by_rounding(call: Call, expected: Sequence[Any]) -> bool:
             return False
         one, other, *others = (probes.dense(value.detach()).double() for value in values)
         change = torch.stack([(each - other).abs() for each in others]).amax(0)
-        # A few elements may happen not to change, so allow the mean change for all of them.
+        # Some elements may not change by chance, so add the mean change to the bound of every
+        # element.
         bound = _ROUNDING * (change + change.nanmean())
         is_same = (one == other) | (one.isnan() & other.isnan())
         if not bool((is_same | ((one - other).abs() <= bound)).all()):
@@ -96,8 +98,8 @@ def _differs_by_rounding(call: Call, expected: Sequence[Any]) -> bool:
 def has_declared_layouts(call: Call) -> None:
     """Check that the result does not depend on the strides of an argument with a declared layout.
 
-    torchop's Autograd kernel copies such an argument into its declared layout. In inference mode
-    the dispatcher skips this kernel, so repeat the check there.
+    torchop's Autograd kernel copies such an argument into its declared layout. The dispatcher skips
+    this kernel in inference mode, so repeat the check in inference mode.
     """
     expected = call.contiguous
     for what, mode in (("", contextlib.nullcontext), (" in inference mode", torch.inference_mode)):
@@ -147,7 +149,8 @@ def writes_every_element(call: Call, what: str = "the call", **tolerances: Any) 
 
 
 def _in_zeros(call: Call) -> list[Any]:
-    # Contiguous copies have no memory around them, which a faulty kernel may read.
+    # A faulty kernel may read the memory around its arguments. Contiguous copies have no such
+    # memory, so use them only if the arguments fill their storages completely.
     if all(t.nbytes == t.untyped_storage().nbytes() for t in call.tensors if probes.is_plain(t)):
         return call.contiguous
     probes.free_zeros(probes.tensors_of(call.record.outcome))
@@ -249,7 +252,7 @@ def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fixed_results()
     for example in subject.accepted():
         named = subject.by_name(example)
-        # Leave out indices, which may have another number of dimensions.
+        # Ignore index tensors, because they may have another number of dimensions.
         dims = {t.dim() for t in example.tensors if not probes.has_integers(t)} or {
             t.dim() for t in example.tensors
         }
@@ -325,8 +328,8 @@ def right_in_blocks(
 def _splits_rows(call: Call, size: int, expected: Sequence[Any]) -> bool:
     """Return whether the operator seems to split a dimension into groups, as in quantization.
 
-    The last group is then smaller than all others, so its results differ from a repetition. Results
-    may also have an element for each group.
+    If `size` is not a multiple of the group size, the last group is smaller than the others. Then
+    the results need not repeat like the arguments do, and may have one element per group.
     """
     outcomes = (call.record.outcome, expected)
     actual_shapes, shapes = ([t.shape for t in probes.tensors_of(list(each))] for each in outcomes)
