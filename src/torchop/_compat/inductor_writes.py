@@ -58,9 +58,9 @@ def _register_waiting() -> None:
 def _register(overload: OpOverload) -> None:
     module: Any = sys.modules[_LOWERING]
     if not as_strided_ignores_offsets():
-        # An `as_strided` that ignores offsets hides the wrong offset of 0 from
-        # `sym_storage_offset`. Fixing only one of these two bugs would lead to wrong results, so
-        # then add no lowering.
+        # If `as_strided` ignores offsets, this hides the wrong offset of 0 from
+        # `sym_storage_offset`. Fixing only one of the two bugs would lead to wrong results, so in
+        # that case, add no lowering.
         module.lowerings.setdefault(
             torch.ops.aten.sym_storage_offset.default, _lower_storage_offset
         )

@@ -32,7 +32,7 @@ from torchop._schema.text import arguments_alone, results_of
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
-# `finish(args, kwargs, result)` checks and converts a result that C++ cannot accept as is.
+# `finish(args, kwargs, result)` checks and converts a kernel's result if C++ cannot do so itself.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 # How native calls (calls without the dispatcher) record gradients: a tuple, a string with the
@@ -77,7 +77,7 @@ class NativeCalls:
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
-        """Compile a call plan. The C++ object that runs calls uses this if a call finds no plan."""
+        """Compile a call plan. C++ calls this if a call of the operator finds no plan."""
         while self.entry.plan is None:
             compute_then_publish(self._compile, self._publish, lambda: self._version)
         self._native.log_fallbacks(logs.calls.isEnabledFor(logging.INFO))
@@ -194,7 +194,7 @@ class OwnCalls(NativeCalls):
             raise error
 
     def _bypass_kernels(self) -> None:
-        """Make the dispatcher skip the Python kernels of torchop that would only redispatch."""
+        """Make the dispatcher skip torchop's Python kernels that would only redispatch the call."""
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:

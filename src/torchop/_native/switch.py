@@ -145,8 +145,9 @@ class _FirstUse:
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
             obtain()
-            # Call `handle(...)` only if C++ runs its calls now. Otherwise this would recurse
-            # forever if other code has replaced `__call__` with a function that calls this one.
+            # Call `handle(...)` only if its calls now run in C++. Otherwise, `handle(...)` might
+            # call a function that other code has set as `__call__` and that calls this function,
+            # and the recursion would never end.
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
@@ -155,7 +156,8 @@ class _FirstUse:
 
     def end(self) -> None:
         with registration_lock:
-            # If other code has replaced `__call__` in the meantime, leave its replacement in place.
+            # Other code may have replaced `__call__` in the meantime. Do not overwrite that
+            # replacement.
             if _hooks.handle_type.__call__ is self._first_call:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True

@@ -192,7 +192,7 @@ def _always_save(*args: Any, **kwargs: Any) -> Policy:
 
 
 def _stronger(operator: Policy, region: Policy | bool) -> Any:
-    """Return the region's policy if it is the only `MUST` policy, else the operator's policy."""
+    """Return the operator's policy, unless only the region's policy is a `MUST` policy."""
     # A region's policy function may return True for MUST_SAVE and False for PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
     return region if region_must and not operator.name.startswith("MUST") else operator

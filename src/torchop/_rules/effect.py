@@ -91,7 +91,7 @@ class EffectRule(CompiledRule[Declared]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Return a function that registers the effect once the operator is defined."""
+    """Return a function that registers the effect, to be called once the operator is defined."""
     schema, effect = definition.schema, definition.declaration.effect
     if schema.returns_nothing:
         definition.rule(EffectRule).watch()
@@ -108,12 +108,12 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def may_change_objects(schema: Schema, *, also_generators: bool = False) -> bool:
-    """Return whether an operator counts as having a side effect, as it may change an object.
+    """Return whether an operator counts as having a side effect because it may change an object.
 
-    Return False if the operator mutates or aliases an argument, because PyTorch ignores effects of
-    such operators. Generators count only if `also_generators` is true, because PyTorch's own random
-    operators have no effect either, and an effect would rule out `vmap` and derived backward
-    formulas.
+    Return False if the operator mutates or aliases an argument, because PyTorch ignores the effects
+    of such operators. Generator arguments count only if `also_generators` is true: PyTorch's own
+    random operators have no effect either, and with an effect, the operator could not be used with
+    `vmap` or a derived backward formula.
     """
     types = schema.object_types
     if not types or schema.is_mutable or schema.is_view:

@@ -319,7 +319,7 @@ def _in_place(*args: Any) -> None:
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:
-    """Copy a tensor and its strides, unlike `clone`, which makes the copy of a slice contiguous."""
+    """Copy a tensor with its strides. For a slice, `clone` would return a contiguous copy."""
     copy = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -79,7 +79,7 @@ class InliningRule(CompiledRule["Inlined | None"]):
     inlined: Inlined | None = None
 
     def disable(self) -> None:
-        """Disable inlining, because the user's own rule for FunctionalTensorMode replaces it."""
+        """Disable inlining, because the user registered another rule for FunctionalTensorMode."""
         self.inlined = None
 
     def cache_parts(self) -> Iterator[object]:

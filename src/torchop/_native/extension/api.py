@@ -114,7 +114,7 @@ class Extension:
 
         If a compiled file exists, this function loads it and calls `on_ready` before it returns.
         Otherwise a call with `build` starts a thread, which compiles the extension, loads it and
-        calls `on_ready`. Later calls do nothing, except for the first one with `build`.
+        calls `on_ready`. Later calls are no-ops, except for the first call with `build`.
 
         TORCHOP_NATIVE changes this: with "require", this function compiles the extension before it
         returns. With "prebuilt", nothing is compiled. With "0", nothing is loaded. On free-threaded

@@ -37,8 +37,8 @@ _BYTES_OF_A_MESSAGE = 8192
 # processes would deadlock.
 _starting = threading.Lock()
 # The lock files that are open in this process. A forked child closes its copies, because the
-# operating system releases a lock only after all copies are closed. Otherwise a child that lives
-# longer than this process would hold a lock that no thread releases.
+# operating system releases a lock only after all copies are closed. Otherwise a child that outlives
+# this process would keep the lock forever.
 _lock_files: set[IO[str]] = set()
 
 

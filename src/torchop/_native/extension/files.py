@@ -30,7 +30,7 @@ PREBUILT = Path(__file__).parents[1] / "prebuilt"
 # which is not trusted.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL = "torchop-native"
-# The environment variable with a folder to search for the extension before all others.
+# The environment variable with the folder that is searched first for the extension.
 CHOSEN = "TORCHOP_NATIVE_DIR"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 

@@ -63,8 +63,9 @@ class TableCalls(NativeCalls):
         self.problem: str | None = None  # why the latest plan has no kernel
         self._overload = overload
         self._registered = Registrations(str(name))
-        # The registrations that contain the undo function of `accelerate`. If the library that
-        # defined the operator is known, these are the library's registrations.
+        # `accelerate` adds its undo function to these registrations. If the library that defined
+        # the operator is known, they are the library's registrations, so closing the library also
+        # undoes `accelerate`.
         self._table = Registrations(str(name))
         _calls[name] = self
         self._take_calls(overload)
@@ -85,7 +86,7 @@ class TableCalls(NativeCalls):
         self.outdate()
 
     def release(self) -> None:
-        """Undo `accelerate`. If other code has replaced `OpOverload._op`, keep its replacement."""
+        """Undo `accelerate`. Leave `OpOverload._op` unchanged if other code has replaced it."""
         with registration_lock:
             self._table.remove(_KIND)
 
@@ -223,7 +224,7 @@ def calls_of(name: OpName) -> TableCalls | None:
 
 
 def entry_of(name: OpName) -> Entry | None:
-    """Return the C++ object that receives calls to an operator through `torch.ops`, or None."""
+    """Return the C++ object that handles calls made through `torch.ops`, or None."""
     native, overload = switch.native_module(), torch_ops.existing_overload(*name)
     if native is None or overload is None:
         return None

@@ -40,8 +40,8 @@ def find(
         return *ours.registered_gradient(native, name), ()
     if problem := _problem(schema):
         return kernel, problem, ()
-    # For an argument that the dispatcher dropped, torch.library passes the default to setup_context
-    # in the form in which the schema stores it, for example a number for a dtype.
+    # For an argument that the dispatcher dropped, torch.library passes the default value from the
+    # schema to `setup_context`, without converting it. For a dtype, for example, this is a number.
     raw = schema.raw_defaults
     defaults = tuple(raw.get(argument.name) for argument in schema.arguments)
     setup_context = _setup_context(formula)

@@ -28,7 +28,7 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Schema
 from torchop._schema.text import results_of, without_aliases, write_results
 
-# If a backend has no kernel, the dispatcher uses a kernel at one of these keys.
+# The dispatcher uses a kernel at one of these keys for every backend without a kernel.
 _COMPOSITE = (
     "CompositeExplicitAutograd",
     "CompositeExplicitAutogradNonFunctional",
@@ -235,7 +235,7 @@ def _by_dispatcher(name: str, form: str, result: Any) -> Any:
 
 @functools.cache
 def _identity(form: str) -> Callable[[], Any]:
-    """Define an operator with the return types in `form`, which returns `_passing.result`.
+    """Define an operator with the return types in `form`. Its kernel returns `_passing.result`.
 
     When the operator is called, the dispatcher checks and converts this result.
     """

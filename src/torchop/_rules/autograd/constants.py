@@ -135,7 +135,8 @@ def find_computed(
             if tensor.requires_grad and tensor.grad_fn is not None:
                 for node, _ in autograd.reached_edges([tensor]):
                     if (leaf := getattr(node, "variable", None)) is not None:
-                        # Any other leaf is a result or a residual, which depends on all inputs.
+                        # Any other leaf is a result or a residual (a kernel output for the backward
+                        # pass), which depends on all inputs.
                         found |= {places[id(leaf)]} if id(leaf) in places else every
         return frozenset(found)
 

@@ -37,7 +37,8 @@ class AutogradRule(CompiledRule[Formula]):
     # The operator's `autograd.Function`. It is created lazily, by the first call that needs a
     # gradient, because creating a class is slow.
     cached_function: Any = None
-    # Whether the user was already warned that the operator writes values whose gradients are lost.
+    # Whether the user was already warned that gradients are lost, because the operator writes
+    # values that require grad into a tensor that does not.
     has_warned_of_lost_gradients = False
 
     def install(self) -> None:

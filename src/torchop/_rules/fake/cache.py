@@ -54,8 +54,8 @@ class FakeCache:
         def run_and_update() -> Any:
             output = run()
             # The fake kernel itself may change a variable that is part of the version, such as a
-            # list of its calls. Update the version, so that this does not look like changed code
-            # and clear the cache.
+            # list of its calls. Update the version. Otherwise the next call would treat this as
+            # changed code and clear the cache.
             self._version = self._current_version()
             return output
 
@@ -80,9 +80,9 @@ def cache_for(
 
     `is_pure` means that the user declared the outputs to depend only on metadata.
     """
-    # The user can also declare the outputs with options of `register_fake`, such as `like`. Unless
-    # one of the options is a `shape` function, the fake kernel then needs no cache, because running
-    # it takes less time than a lookup.
+    # If options of `register_fake`, such as `like`, declare the outputs, only a `shape` function is
+    # worth caching. Without a `shape` function, running the fake kernel takes less time than a
+    # lookup in the cache.
     functions = getattr(function, "shapes", (function,) if is_pure else ())
     schema, declaration = definition.schema, definition.declaration
     if (

@@ -137,8 +137,8 @@ class FakeRule(CompiledRule["Callable[..., Any] | None"]):
         # Register with PyTorch again for each new function, because PyTorch's messages contain the
         # location of the function.
         self._push(source_of(self.function))
-        # `watch` installs a rule for FunctionalTensorMode, which also makes compiled code run the
-        # kernel in the same autocast state as the fake kernel.
+        # Compiled code must run the kernel in the same autocast state as the fake kernel. `watch`
+        # installs a rule for FunctionalTensorMode that ensures this.
         self.definition.rule(EffectRule).watch()
 
     def _push(self, source: str) -> None:

@@ -49,7 +49,7 @@ registries.register_fake("torchop::clone", _clone, __name__)
 
 
 def lasting_copy(mode: Any, tensor: Tensor) -> Tensor:
-    """Return a copy of a traced tensor that no compiler pass removes."""
+    """Return a copy made by `torchop::clone`, which compilers never remove from a graph."""
     with mode:
         copy: Tensor = torch.ops.torchop.clone.default(tensor)
     return copy
@@ -139,7 +139,8 @@ def copy_hidden_aliases(
     def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
-            # the user's program itself passes the same memory twice, so no copy needs protection
+            # If the user's program itself passes the same memory twice, there is no copy to
+            # protect.
             or tracing.traced_memory(tensor) in memory
             or not sources & sources_of(tracing.traced_node(mode, tensor))
         ):

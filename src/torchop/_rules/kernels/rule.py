@@ -351,8 +351,8 @@ class KernelRule(CompiledRule[Kernels]):
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
         if kernels.required_lists:
             args, kwargs = _with_empty_lists(kernels.required_lists, args, kwargs)
-        # Copy arguments into the declared layouts here too, because the layout rule's kernel does
-        # not run in inference mode.
+        # The layout rule's kernel does not run in inference mode, so arguments may not have the
+        # declared layouts yet. Copy them here if necessary.
         args, kwargs = arranged(kernels.arrange, args, kwargs)
         if definition.schema.is_mutable:
             mutation.check_arguments(definition, args, kwargs)

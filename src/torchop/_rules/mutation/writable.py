@@ -27,7 +27,7 @@ def check_history(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
-    """Raise if a tensor requires grad, because autograd cannot record the mutation."""
+    """Raise if a mutated tensor requires grad, because autograd cannot record the write."""
     check_history(operator, [(where, t) for where, t in written if t.requires_grad])
     for where, tensor in written:
         if tensor.requires_grad:

@@ -350,7 +350,7 @@ class Choice:
         self._report(resolved, {each.name: each.declined for each in unsupported})
 
     def _report(self, resolved: Resolved, declined: Mapping[str, str]) -> None:
-        """Log or warn once about each provider that is in the order but skipped by calls.
+        """Log or warn once about each provider that is in the order but that calls skip.
 
         A provider is an alternative kernel. `declined` maps the skipped providers to the reasons.
         """

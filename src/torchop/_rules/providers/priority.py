@@ -37,8 +37,8 @@ Order: TypeAlias = tuple[str, ...]
 Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
-# Maps pairs of an operator pattern and a device type to orders. The device type None stands for all
-# device types.
+# Maps (operator pattern, device type) pairs to orders of providers. The device type None stands for
+# all device types.
 ScopedOrders: TypeAlias = "Mapping[tuple[str, str | None], Order]"
 
 
@@ -434,7 +434,7 @@ def _set_blocks(blocks: tuple[priority, ...]) -> None:
     if not blocks:
         open_blocks.set(_NOTHING_OPEN)
         return
-    # If a backward pass runs in the thread of its caller, both sources contain the caller's blocks,
-    # so skip the duplicates.
+    # If a backward pass runs in the thread of its caller, `blocks` already contains the caller's
+    # blocks, so do not add them again.
     outer = (each for each in _blocks_of_backward().blocks if each not in blocks)
     open_blocks.set(OpenBlocks(_settings_of((*outer, *blocks)), blocks))

@@ -66,8 +66,9 @@ class ProviderTable(NamedTuple):
             device: {name: other for name, other in known.items() if other is not provider}
             for device, known in self.by_device.items()
         }
-        # Forget that this provider (an alternative kernel) was reported as skipped, so that the
-        # next call that skips it reports this again if an order still names the provider.
+        # Calls report a skipped provider (an alternative kernel) only once. Forget the earlier
+        # report, so that the next call reports that this provider is missing if an order still
+        # names it.
         self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 

@@ -366,10 +366,10 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 
 def _gradient_leaves(node: Node, annotation: Any) -> set[str] | None:
-    """Return the names of those tensors in an argument for which the annotation has a gradient.
+    """Return the names of the tensors in an argument for which the annotation has a gradient.
 
     `node` describes the structure of the argument, such as a dataclass. Return None if the
-    annotation does not fit it.
+    annotation does not match this structure.
     """
     annotation, _ = types.strip_optional(annotation)
     node = node.inner if isinstance(node, Maybe) else node
@@ -424,7 +424,7 @@ def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
 
 
 def _with_none(gradients: Sequence[Tensor], inputs: Any) -> list[Tensor | None]:
-    """Insert a gradient of None for each input that is None. `_filled` omits these gradients."""
+    """Insert a gradient of None for each input that is None, because `_filled` omits it."""
     rest = iter(gradients)
     return [None if tensor is None else next(rest) for tensor in inputs or ()]
 

@@ -45,8 +45,8 @@ class _ExamplesRule(Rule[Examples]):
     def valid(self, op: OpOverload) -> Valid | None:
         """Return the predicate `valid` of an operator's examples, or None if all calls are valid.
 
-        A derived in-place or out= form uses the `valid` of the functional operator, unless one was
-        registered for the form itself.
+        A derived in-place or out= form uses the functional operator's `valid` function, unless the
+        user registered a `valid` function for the form itself.
         """
         own = self.lookup(op).valid if self.has(op) else None
         if own is not None:

@@ -19,12 +19,12 @@ IN_DOUBT = "If in doubt, write 'replicate': it is right for every operator."
 
 
 def tensor_arguments(schema: Schema) -> list[Argument]:
-    """Return the arguments that hold tensors, each of which has an operand in a sharding rule."""
+    """Return the tensor arguments. A sharding rule has one operand for each of them."""
     return [argument for argument in schema.arguments if argument.holds_tensors]
 
 
 def tensor_results(schema: Schema) -> list[str]:
-    """Return the types of the tensor results, each of which has an operand in a sharding rule."""
+    """Return the types of the tensor results. A sharding rule has one operand for each of them."""
     return [kind for kind in schema.returns if "Tensor" in kind]
 
 

@@ -45,7 +45,7 @@ class ShardingRule(NamedTuple):
 def rule_of_derived(
     op: OpOverload, kind: str, origin: OpOverload, rule: ShardingRule
 ) -> ShardingRule | None:
-    """Return a derived operator's sharding rule, or None if torchop cannot compute one."""
+    """Return the sharding rule of a derived operator, or None if torchop cannot compute it."""
     rows = _OF_DERIVED.get(kind)
     if rows is None:
         return None
@@ -89,8 +89,8 @@ def _number_of(op: OpOverload) -> str:
 def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
     """Return the rows (ways to shard a call) of `name`, with the additional result replicated.
 
-    This last result is the state of the forward pass, such as the states of random number
-    generators.
+    The additional result of `name__training` contains the state of the forward pass, such as the
+    states of random number generators.
     """
     if any("List[" in str(result.real_type) for result in origin._schema.returns):
         raise ShardingError(

@@ -60,8 +60,8 @@ def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
 
     arguments, returns = op._schema.arguments, op._schema.returns
     count = len(call.results) - len(returns)
-    # If the operator returns a list, DTensor counts each tensor in the list as a result, so
-    # additional results do not mean that the call returns residuals (outputs for the backward
+    # If the operator returns a list, DTensor counts each tensor in the list as a result. In this
+    # case, a higher count does not mean that the call returns residuals (outputs for the backward
     # pass).
     if count > 0 and all("List[" not in str(result.real_type) for result in returns):
         rule = _with_residuals(op, rule, count)
@@ -158,8 +158,9 @@ class _ShardingRule(Rule[ShardingRule]):
             dtensor_registry.explain_missing(_explained)
             dtensor_strategies.remember_results()
         except (AttributeError, ImportError) as error:
-            # Do not raise here, because a compiler may import DTensor in a program that shards
-            # nothing. Instead, the next registration of a sharding rule raises the error.
+            # Do not raise here, because this may run when a compiler imports DTensor in a program
+            # that does not use it. Instead, the next registration of a sharding rule raises the
+            # error.
             self._unsupported = error
             return
         for op in list(self._registrations):
