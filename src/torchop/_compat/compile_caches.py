@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 
 from torchop._compat import graphs, import_hooks
 
-# Takes operator names, or None for all operators. Returns a cache key, and the code objects that
-# the key depends on.
+# A function that takes operator names, or None for all operators. It returns a cache key, and the
+# code objects that the key depends on.
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
 # Inductor includes the `uuid` of every custom pass in its cache keys, so torchop registers a pass

@@ -1,4 +1,4 @@
-"""Properties of device types, such as "cuda". PyTorch is queried once per type.
+"""Query the properties of device types, such as "cuda", once per type.
 
 The rest of torchop hardcodes no device type except "cpu", so it works with any accelerator.
 """

@@ -1,4 +1,4 @@
-"""The dispatcher: dispatch keys, devices, thread-local state, modes, and lookup of kernels."""
+"""Access the dispatcher: its keys, devices, thread-local state, modes and table of kernels."""
 
 from __future__ import annotations
 

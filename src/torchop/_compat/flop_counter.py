@@ -86,10 +86,10 @@ def loaded_mode() -> type | None:
 
 
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a handler for FlopCounterMode that counts the FLOPs of a call that replaces `op`.
+    """Return a handler with which FlopCounterMode counts calls to a replacement of `op`.
 
-    The handler uses the called operator's formula if there is one, and falls back to the formula of
-    `op`. `result_of` converts the called operator's result to a result of `op`.
+    The handler uses the called operator's FLOP formula if there is one, and falls back to the FLOP
+    formula of `op`. `result_of` converts the called operator's result to a result of `op`.
     """
 
     def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -12,9 +12,8 @@ import torch.library
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._compat.overload_functions import follow_overloads
 
-# The method of an OpOverload that switches calls to the overload from C++ dispatch to dispatch in
-# Python. We call this switch the exchange. Afterwards, the attribute `_pyobj_dispatcher` is not
-# None.
+# The method of an OpOverload that switches (below: exchanges) its calls from dispatch in C++ to
+# dispatch in Python. Afterwards, the attribute `_pyobj_dispatcher` is not None.
 _EXCHANGE = "_enable_pyobj_dispatch"
 _DISPATCHER = "_pyobj_dispatcher"
 

@@ -159,7 +159,7 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 
 
 def records_gradient(module_of_formulas: str) -> bool:
-    """Return whether autograd records the call that a mode is handling, for its backward formula.
+    """Return whether autograd records the call that a mode is handling, through a backward formula.
 
     Autograd is always disabled inside a mode's handler, so its state does not answer this question.
     Instead, search the call stack for the `forward` of an `autograd.Function`, which is defined in

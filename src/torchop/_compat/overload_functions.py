@@ -88,7 +88,7 @@ def _replace(op: OpOverload | OpOverloadPacket, expected: Any, function: Any) ->
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Return whether a function is PyTorch's own, or torchop's wrapper that preserves its hash."""
+    """Return whether a function is PyTorch's own, or torchop's wrapper with the same hash."""
     is_wrapped = getattr(function, "entry", function) is None
     # Since 2.15, the `_op` of an overload is an instance of a class in torch._C rather than a
     # builtin function.

@@ -55,7 +55,7 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
 
 
 def forms_in_graphs(qualname: str) -> list[OpOverload]:
-    """Return the in-place and out= forms that newly compiled graphs may call instead."""
+    """Return the in-place and out= forms that Inductor may call in place of `qualname`."""
     config = sys.modules.get("torch._inductor.config")
     divides_at = getattr(config, "custom_should_partition_ops", ())
     # If the user wants Inductor to partition the graph at this operator, leave Inductor's own node
@@ -69,7 +69,7 @@ def forms_in_graphs(qualname: str) -> list[OpOverload]:
 
 def _connect() -> None:
     for pair in [(qualname, name) for qualname, forms in _forms.items() for name in forms]:
-        # Skip an operator that was deregistered before Inductor was imported.
+        # Skip operators that were deregistered before Inductor was imported.
         if all(operators.has_entry(*operators.parts(each)) for each in pair):
             _add(*pair)
 

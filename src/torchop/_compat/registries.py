@@ -29,8 +29,8 @@ published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.
 
 
 def published_handles() -> list[CustomOpDef]:
-    # Other threads may publish handles, so copy the references first. Unlike `OPDEFS.values()`,
-    # `valuerefs` copies them in one step.
+    # Copy the references first, because another thread may add a handle during the loop, and Python
+    # would raise RuntimeError. Unlike `OPDEFS.values()`, `valuerefs` copies them in one step.
     handles = (reference() for reference in OPDEFS.valuerefs())
     return [handle for handle in handles if handle is not None]
 
@@ -136,7 +136,7 @@ def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., An
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Undo `register_torch_dispatch`, unless another function has replaced this one."""
+    """Undo `register_torch_dispatch`, unless another function has replaced the registered one."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     if rules.find(cls) is function:
         del rules._data[cls]

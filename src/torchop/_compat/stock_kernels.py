@@ -137,7 +137,7 @@ _torch_library_impl: Any = getattr(torch.library, "_impl", None)
 
 
 def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
-    """Map the names of a function's closure variables to their values, if `maker` created it.
+    """Return a function's closure variables by name, if `maker` created the function.
 
     `names` is the path of nested functions from `maker` down to `function`. Returns None if
     `function` does not have the code of the last function on this path.
@@ -174,12 +174,13 @@ _METADATA = ("TensorListMetadata", "Metadata")
 
 
 class StockFormula(NamedTuple):
-    """The parts of an Autograd kernel that torch.library created, even without a backward formula.
+    """The user's functions in an Autograd kernel of torch.library, and how the kernel calls them.
 
-    `takes_keywords` is true if `setup_context` also receives the keyword-only arguments. `sources`
-    are the containers in which `setup_context` was found, as in `StockKernel`. For operators with
-    tensor lists, `note_lists(args)` flattens the arguments. It returns the flat list, and a
-    function that computes `ctx._pt_metadata` from the operator's result.
+    torch.library creates such a kernel even without a backward formula. `takes_keywords` is true if
+    `setup_context` also receives the keyword-only arguments. `sources` are the containers in which
+    `setup_context` was found, as in `StockKernel`. For operators with tensor lists,
+    `note_lists(args)` flattens the arguments. It returns the flat list, and a function that
+    computes `ctx._pt_metadata` from the operator's result.
     """
 
     function: Any

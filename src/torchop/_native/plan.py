@@ -95,8 +95,9 @@ class NativeCalls:
         """Log why a call falls back to the dispatcher. C++ calls this once per reason."""
         # `explain` is in a higher layer, so it cannot be imported here.
         found = sys.modules["torchop"].explain(str(self.name), *args, **kwargs)
-        # Unlike C++, `explain` does not check whether a device graph is being captured, so it may
-        # report that the call is native (runs without the dispatcher).
+        # C++ also falls back to the dispatcher while a device graph is being captured. `explain`
+        # does not check this, so it may report that the call is native (runs without the
+        # dispatcher).
         if not found.native:
             text = "%s: a call goes through the dispatcher, because %s"
             logs.calls.info(text, self.name, found.reason)
@@ -183,7 +184,7 @@ class OwnCalls(NativeCalls):
         self._check(args, kwargs, [])
 
     def check_packet_call(self, /, *args: Any, **kwargs: Any) -> None:
-        """Like `check_call`, but accept a tensor that another overload of the packet takes."""
+        """Like `check_call`, but accept a tensor if another overload of the packet accepts it."""
         names = torch_ops.overload_names(self.name.packet)
         others = [self.name._replace(overload=name) for name in names if name != self.name.overload]
         self._check(args, kwargs, [find_schema(name) for name in others])

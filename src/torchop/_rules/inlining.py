@@ -26,8 +26,8 @@ from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 
 Choice = Literal["opaque", "inline"]
-# One choice for all backends of torch.compile, or a choice per backend. By default ("opaque"), the
-# graph contains the call to the operator.
+# One choice for all backends of torch.compile, or one for each backend. By default ("opaque"), the
+# graph contains a call to the operator.
 Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 
 

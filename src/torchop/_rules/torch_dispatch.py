@@ -1,4 +1,4 @@
-"""The torch_dispatch rule: an operator's behavior in dispatch modes and on Tensor subclasses."""
+"""The torch_dispatch rule: how an operator behaves in dispatch modes and on Tensor subclasses."""
 
 from __future__ import annotations
 

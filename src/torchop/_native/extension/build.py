@@ -55,8 +55,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     )
     os.register_at_fork(after_in_child=_close_lock_files)
 _NICENESS = "10"  # keeps a compiler in the background from slowing down the user's program
-# A function that is called with False when the process starts to compile, and with True when it
-# starts to wait for another process that compiles the same file.
+# A function that is called with False when this process starts to compile, and with True when this
+# process starts to wait for another process that compiles the same file.
 Announce = Callable[[bool], None]
 
 

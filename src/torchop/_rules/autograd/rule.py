@@ -1,4 +1,4 @@
-"""The autograd rule: an operator's kernel at the Autograd key, and the formulas that it calls."""
+"""The autograd rule: an operator's Autograd kernel, and the backward and forward-mode formulas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchop._schema.forms import Form
 
 
 class AutogradRule(CompiledRule[Formula]):
-    """The backward and forward-mode formulas of an operator, and its kernel at the Autograd key."""
+    """The backward and forward-mode formulas of an operator, and its Autograd kernel."""
 
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None

@@ -92,7 +92,8 @@ def cache_for(
         or declaration.residuals is not None  # a call may request residuals from the fake kernel
         or schema.is_view
         or schema.form is not Form.PLAIN
-        # Objects of custom classes and generators may change.
+        # Objects of custom classes and generators can be mutated, so equal arguments may differ
+        # later.
         or any("__torch__" in a.kind or "Generator" in a.kind for a in schema.arguments)
     ):
         return None

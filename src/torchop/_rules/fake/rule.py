@@ -88,7 +88,7 @@ class FakeRule(CompiledRule["Callable[..., Any] | None"]):
             raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
-        """If the user registered no fake kernel, let FakeTensor run the author's new meta kernel.
+        """If the user registered no fake kernel, make FakeTensor run the author's new meta kernel.
 
         For some operators, such as in-place operators, `install` has registered `fake_kernel` with
         FakeTensor. Remove it, because FakeTensor would prefer it to the meta kernel.

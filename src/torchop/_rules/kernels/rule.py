@@ -39,8 +39,8 @@ log = logging.getLogger(registries.LOGGER_NAME)
 class Kernels(NamedTuple):
     """The kernels in an operator's call plan, which is compiled from the operator's rules.
 
-    The mappings contain kernels by device type, where the key None stands for all devices without
-    an entry.
+    The mappings contain kernels by device type. The key None stands for all device types that are
+    not in the mapping.
     """
 
     functions: Mapping[str | None, Callable[..., Any]]
@@ -318,7 +318,7 @@ class KernelRule(CompiledRule[Kernels]):
         return self._run(None, args, kwargs)
 
     def run_reference(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the reference kernel at a dispatch key, even if a provider would run the call."""
+        """Run the reference kernel at a dispatch key, even if a provider has another kernel."""
         place = place_of(self.definition.registered.kernel(key))
         return self._run(place and place[1], args, kwargs, is_reference=True)
 

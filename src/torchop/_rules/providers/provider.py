@@ -287,7 +287,7 @@ def _support_check(
     check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
-    # The durations of the latest consecutive slow calls, or None once the user has been warned
+    # The durations of the latest slow calls in a row, or None once the user has been warned
     slow: list[float] | None = []
 
     def note(taken: float) -> None:

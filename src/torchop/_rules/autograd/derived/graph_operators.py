@@ -62,7 +62,7 @@ def derived_formula(definition: Definition) -> DerivedFormula:
 
 
 class Training(HelperOperator):
-    """The helper operator `name__training`, which replaces `name` in the forward."""
+    """The helper operator `name__training`, which replaces `name` in the forward pass."""
 
     kind = "training"
     error = GradientError
