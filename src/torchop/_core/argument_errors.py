@@ -54,7 +54,7 @@ def tensor_for_number(
 def argument_error(
     name: OpName, error: RuntimeError, keywords: Iterable[str] = ()
 ) -> ArgumentError | None:
-    """Return a dispatcher error with a suggested fix, or None for any other error.
+    """Return the dispatcher's error with a suggested fix, or None if `error` has another origin.
 
     `keywords` are the names of the call's keyword arguments.
     """

@@ -1,4 +1,4 @@
-"""Check that kernels return results as the schema declares them, and that these share no memory."""
+"""Check that a kernel's results match the schema, and share no memory with inputs or each other."""
 
 from __future__ import annotations
 

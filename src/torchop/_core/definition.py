@@ -291,7 +291,7 @@ class Definition:
 
     @property
     def plan(self) -> CallPlan:
-        """The call plan (all rules, compiled), which the first call after a registration creates.
+        """The call plan (all rules, compiled). The first call after a registration creates it.
 
         Compiling it lazily keeps imports fast, because each registration would otherwise compile a
         new plan.

@@ -43,7 +43,7 @@ DEFINITIONS = "_torchop_definitions"
 
 
 def process_definitions(namespace: str) -> Mapping[str, Any]:
-    """Map operator names to the definitions in the library that is never closed.
+    """Map operators to their definitions in the namespace's library that is never closed.
 
     These definitions hold the kernels, fake kernels and other rules that were registered without
     `lib=` for operators from other packages.

@@ -65,7 +65,7 @@ class Registrations:
         return self._rows.get(key, _NOTHING).place
 
     def add(self, key: Key, kernel: Any, remove: Callable[[], object] | None = None) -> None:
-        """Record a newly registered object, and remove the object that it replaces."""
+        """Record a newly registered kernel or rule, and remove any that it replaces."""
         if self.is_closed:  # another thread has just closed the library
             if remove is not None:
                 remove()
@@ -88,8 +88,8 @@ class Registrations:
         """Record the source location of the rules that a `with` block registers.
 
         On entry, warn if another package has already registered the same rule, because otherwise
-        the import order would silently decide which of the two applies. The caller must not hold
-        the registration lock.
+        the import order would silently decide which package's rule applies. The caller must not
+        hold the registration lock.
 
         Args:
             rules: the kinds of the rules, such as `"fake kernel"` or `"autocast rule for cuda"`.

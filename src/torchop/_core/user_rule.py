@@ -156,7 +156,7 @@ class Rule(Generic[Value]):
     def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: Value) -> Value:
         """Compute the value of a derived operator from the value of its origin.
 
-        This is only called if the derived operator has no registered value of its own. If an
+        This method is only called if no value was registered for the derived operator itself. If an
         override returns a value, `attach`, `replaced` and `detach` are called for the derived
         operator too.
 

@@ -323,7 +323,7 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Wrap a kernel to check its results against the schema, which PyTorch itself does not do."""
+    """Wrap a kernel to check its results against the schema, because PyTorch does not."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)

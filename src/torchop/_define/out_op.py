@@ -190,9 +190,9 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-            # Let Inductor replace the functional form with any form that saves an allocation. An
-            # in-place form does so only if it is elementwise, because otherwise it allocates a
-            # temporary result itself.
+            # Let Inductor replace the functional form with a form that saves an allocation. The
+            # out= form always saves one. The in-place form saves one only if it is elementwise,
+            # because otherwise it allocates a temporary result.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(

@@ -1,6 +1,6 @@
 """Methods of operator handles that register rules, such as `register_fake`.
 
-Each of them is also available as a function in `_rules`, whose first parameter is the operator.
+For each method, `_rules` has a function that takes the operator as the first parameter.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class _Digest(CodeDigest):
         return hashlib.sha256(_own_code() + self.digest()).hexdigest()
 
     def add_operator(self, operator: str | OpOverload | OpOverloadPacket | CustomOpDef) -> None:
-        """Add the rules, such as fake kernels, of an operator and of its origin (if derived)."""
+        """Add an operator's rules, and for a derived operator also the rules of the original."""
         if isinstance(operator, OpOverloadPacket):
             for overload in operator.overloads():
                 self.add_operator(getattr(operator, overload))

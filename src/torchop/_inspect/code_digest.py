@@ -51,9 +51,9 @@ _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_nam
 class CodeDigest:
     """A hash of values that is the same in two processes if code and constants are the same.
 
-    When an object such as a function or class is added, only a number for it is hashed at first.
-    Its description is hashed later, together with the same number. This allows objects to refer to
-    each other in cycles, and avoids deep recursion for a long chain of calls.
+    When an object such as a function or class is added, only a number for the object is hashed at
+    first. The description of the object is hashed later, together with the same number. So objects
+    may refer to each other in cycles, and a long chain of calls does not cause deep recursion.
 
     `sources` holds the code objects of all user functions that were read.
     """
@@ -165,7 +165,7 @@ class CodeDigest:
         around = closure_of(function)
         if not is_read:
             # This may be a wrapper with the user's function in its closure, so add the closure.
-            # Skip containers in it, because they may be caches, whose contents change.
+            # Skip containers in the closure, because they may be caches that change between calls.
             around = {n: v for n, v in around.items() if not isinstance(v, (list, *_SETS))}
             if package_of(function) in ("torch", "torchop"):
                 around = {n: v for n, v in around.items() if not isinstance(v, _MAPPINGS)}
@@ -239,7 +239,7 @@ class CodeDigest:
 
 
 class _Reference(NamedTuple):
-    """An object whose number is already in the hash, while its description is added later.
+    """An object whose number is in the hash already, but whose description is added later.
 
     `package` is the object's own package if the object's code is read. Otherwise, `package` is the
     package of the code that uses the object.

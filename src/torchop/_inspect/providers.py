@@ -92,7 +92,7 @@ def providers(*ops: str) -> list[Provided]:
 
 
 def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a line about each provider of an operator, in the order in which the call tries them.
+    """Return a line about each provider of an operator, in the order in which a call tries them.
 
     `reasons` maps providers to the texts that `Choice.explain` returned for the call.
     """

@@ -1,8 +1,9 @@
 """The file format of recordings: JSON with one call per line.
 
 A tensor is written as a JSON object with its metadata. A value that JSON cannot express, such as a
-dtype, is written as an object whose only key is the value's type. The parser rejects unknown input,
-and merely looks up dtypes, layouts and memory formats by name, so a file cannot make it run code.
+dtype, is written as an object whose only key is the value's type. The parser rejects unknown input.
+It only looks up dtypes, layouts and memory formats by name, so a file from an untrusted source
+cannot execute code.
 """
 
 from __future__ import annotations

@@ -158,6 +158,6 @@ def _is_python(site: str) -> bool:
 
 
 def place_of(operator: Operator) -> str | None:
-    """Return the file and line of an operator's function or, without one, of its registration."""
+    """Return the file and line of an operator's function, or else of its registration."""
     site = registration_site(operator.name)
     return site if ":" in site else None

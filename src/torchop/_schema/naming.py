@@ -121,7 +121,8 @@ def is_name(name: OpName, text: str) -> bool:
 def is_match(name: OpName, pattern: str) -> bool:
     """Return whether an operator matches `pattern`, which is a name or a glob such as `mylib::*`.
 
-    `mylib::f.*` matches every overload of `f` but the default one, whose name has no dot.
+    `mylib::f.*` matches every overload of `f` except the default overload, because its name has no
+    dot.
     """
     texts = (str(name), name.packet)
     return is_name(name, pattern) or any(fnmatch.fnmatchcase(text, pattern) for text in texts)

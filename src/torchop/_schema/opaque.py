@@ -1,4 +1,4 @@
-"""Opaque types: classes whose objects are passed to and from operators as they are."""
+"""Opaque types: classes whose objects PyTorch passes to and from operators unchanged."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class Schema:
 
     @functools.cached_property
     def spelled_devices(self) -> frozenset[str]:
-        """The names of the device arguments whose default arrives from the dispatcher as a str."""
+        """The names of device arguments with a default, which the dispatcher passes as a str."""
         return frozenset(
             argument.name
             for argument in self._parsed.arguments

@@ -264,9 +264,9 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
     """Split the leaves into the positional and the keyword-only arguments of the schema.
 
     Tensors are positional, because PyTorch computes gradients only for positional arguments. All
-    other values inside structures are keyword-only. That way, authors can add a field with a
-    default anywhere in a structure, and existing calls, for example in exported programs, keep
-    their meaning. Tensors with a default come last for the same reason.
+    other values inside structures are keyword-only. So if an author adds a field with a default
+    anywhere in a structure, existing calls, for example in exported programs, still pass every
+    value to the right argument. For the same reason, tensors with a default come last.
     """
     required, with_default, nested, keyword_only = [], [], [], []
     for parameter in parameters:

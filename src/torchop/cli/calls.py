@@ -44,8 +44,8 @@ _OPERATOR = "the operator"  # contains a space, so no provider can have this nam
 class Comparison(NamedTuple):
     """The time that one call takes with each kernel of an operator, and through the operator.
 
-    Each kernel belongs to a provider, such as "triton". `chosen` is the provider whose kernel the
-    operator runs.
+    Each kernel belongs to a provider, such as "triton". `chosen` is the provider that the operator
+    selects for this call.
     """
 
     op: str
@@ -172,11 +172,11 @@ def bench(
 
     For example, calls are timed with no_grad, in inference mode and with a backward pass. Each
     operator runs in a separate process, with the first registered example or the arguments of
-    --call. All ways are timed in turn, for several rounds, and the table shows the fastest round of
-    each.
+    --call. The command times all ways in turn, for several rounds. The table shows the fastest
+    round of each way.
 
-    With --providers, all kernels whose results agree with the reference are timed for all examples,
-    in turn with the operator itself. The table shows the median and a 95 % confidence interval.
+    With --providers, the command times all kernels whose results agree with the reference, and the
+    operator itself, for all examples. The table shows the median and a 95 % confidence interval.
     """
     if sizes and not providers:
         raise click.UsageError("--over is an option of --providers")

@@ -38,7 +38,7 @@ class checking(Block):  # noqa: N801  (called like a function)
     overhead. Tensors without data, MKL-DNN tensors, tensors that are too large to copy, and all
     tensors during the capture of a device graph are skipped. On a GPU, the backward pass runs in
     other threads, so it is checked only with PyTorch 2.12 or later. No other thread may write into
-    the inputs during a call, because its writes would be attributed to the kernel.
+    the inputs during a call, because `checking` would attribute these writes to the kernel.
 
     Raises:
         UndeclaredMutationError: a kernel or formula made a mutation that the schema does not

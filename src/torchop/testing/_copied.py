@@ -20,7 +20,7 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     """Return the bytes that a compiled function copies because of operators' declarations.
 
     An operator may declare that it mutates an argument, or that it needs an argument in a certain
-    layout (see `register_layout`). Both may cause copies.
+    layout (see `register_layout`). Both declarations may cause copies.
 
     If the previous value of a mutated argument may be read later, Inductor passes a copy of the
     argument to the operator. If the argument is an input of the graph, Inductor also copies the new
@@ -38,7 +38,7 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     Returns:
         A dict from the name of each copied argument to the number of bytes copied. An item of a
         list has a name like `"caches[0]"`, and a parameter or buffer is named by its key in
-        `state_dict`. If the function itself computes the tensor, the name is that of the operator's
+        `state_dict`. A tensor that the function itself computes is named by the operator's
         argument, such as `"mylib::update.cache"`.
 
     Raises:

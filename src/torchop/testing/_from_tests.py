@@ -209,8 +209,8 @@ def _results(
     op: str, calls: Sequence[StoredCall], only: Sequence[str], budget: float
 ) -> Iterator[Result]:
     examples = examples_of(calls)
-    # First try with enlarged examples. If one of them crashes the kernel, start over with only the
-    # calls of the test suite.
+    # First try with enlarged examples. If an enlarged example crashes the kernel, start over with
+    # only the calls of the test suite.
     for may_grow in (True, False):
         plan = functools.partial(_plan, op, examples, tuple(only), may_grow)
         worker = CheckWorker(plan)

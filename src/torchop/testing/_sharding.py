@@ -64,10 +64,10 @@ def check_sharding(
 ) -> ShardingReport:
     """Check that calls on DTensors agree with a call on whole tensors, for many placements.
 
-    Each tensor is replicated, sharded along each of its dimensions and, if it is floating-point,
-    passed as a partial sum. `check_sharding` tries all combinations of these placements, over all
-    tensors and all dimensions of the mesh, and compares results, gradients and mutated arguments
-    with a call on whole tensors.
+    `check_sharding` passes each tensor replicated, sharded along each of its dimensions and, if the
+    tensor is floating-point, as a partial sum. It tries all combinations of these placements, for
+    all tensors and all dimensions of the mesh. For each combination, it compares results, gradients
+    and mutated arguments with a call on whole tensors.
 
     If the process belongs to a process group, all ranks of the group must call `check_sharding`.
     Otherwise, the ranks are simulated in this process.

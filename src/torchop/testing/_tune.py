@@ -196,7 +196,7 @@ class _Tuner:
         self._lock = threading.RLock()  # measurements in parallel would slow each other down
 
     def measure(self, choice: Choice, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Measure a call that the program makes inside `tuning`, if repeating the call is safe."""
+        """Measure a call from inside a `tuning` block, if the call can be repeated safely."""
         call = args, dict(kwargs)
         if _is_measurable(call) and why_not(Operator(choice.op, "tuning"), choice) is None:
             with self._lock:

@@ -311,9 +311,9 @@ def contiguous_copies(value: Any) -> Any:
 def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of a tensor's storage that a call must not write to.
 
-    `writable` contains the tensors that the call may write to. If any of them share the storage of
-    `tensor`, return the bytes outside of these tensors. Otherwise, return the bytes outside of
-    `tensor` itself.
+    `writable` contains the tensors that the call may write to. If some of these tensors share the
+    storage of `tensor`, return the bytes of the storage outside of them. Otherwise, return the
+    bytes outside of `tensor` itself.
     """
     if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.untyped_storage():
         return torch.empty(0)

@@ -1,9 +1,9 @@
 """Flatten the structured arguments of a call while Dynamo traces it.
 
 In eager mode, generated code (see `Structure`) turns structures, such as dataclasses, into the
-arguments of the operator's schema, and checks the type of every field. Dynamo could trace that code
-too, but tracing its checks would take longer than tracing the rest of the call. So this module
-computes the same arguments without tracing anything.
+arguments of the operator's schema, and checks the type of every field. Dynamo could trace the
+generated code too, but tracing its checks would take longer than tracing the rest of the call. So
+this module computes the same arguments without tracing anything.
 """
 
 from __future__ import annotations

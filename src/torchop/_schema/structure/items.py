@@ -131,7 +131,7 @@ class Items(Node):
         return dict(zip(keys, items, strict=True)) if keys is not None else self._container(items)
 
     def _parts_of(self, entry: Sequence[Any], rest: Iterator[Any]) -> dict[str, Any]:
-        """Return an item's parts by name, taking the values of its tensors from `rest`."""
+        """Return an item's parts by name, with the tensors taken from the iterator `rest`."""
         parts = dict(zip(self._names, entry, strict=True))
         for leaf in self._leaves:
             given = parts[leaf.name]

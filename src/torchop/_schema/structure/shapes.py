@@ -117,7 +117,8 @@ class DataclassShape(ClassShape):
         if self.is_of_result or has_custom_construction(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
-        # Skip __init__, which for a frozen dataclass would take longer than the rest of the call.
+        # Skip __init__, because for a frozen dataclass, it would take longer than the rest of the
+        # call.
         local = source.variable(f"made_{self.spelled}")
         source.line(f"{local} = {source.object(object.__new__)}({cls})")
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):

@@ -99,18 +99,19 @@ class Structure:
         """Group values by parameter.
 
         `values` holds one value, such as a tangent, for each positional argument of the schema. The
-        result holds one item for each positional parameter; for a structure, the item is a mapping
-        from field names to values. `statics` is the result of `statics_of_call`.
+        returned tuple holds one item for each positional parameter of the author's function. For a
+        structure, such as a dataclass, the item is a mapping from field names to values. `statics`
+        is the result of `statics_of_call`.
         """
         flat = {**statics, **dict(zip([x.name for x in self.positional], values, strict=False))}
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def statics_of_call(self, kwargs: Mapping[str, Any], flat: Any) -> dict[str, Any]:
-        """Return a dict of the values of a call that determine the structure of its gradients.
+        """Return the non-tensor values of a call that determine the structure of its gradients.
 
-        These are the keys of dicts in the arguments, and the static (non-tensor) parts of the
-        result. `flat` is the result of the operator as PyTorch sees it, with one tensor or number
-        per field.
+        The returned dict contains the keys of dicts in the arguments, and the static (non-tensor)
+        parts of the result. `flat` is the result of the operator as PyTorch sees it, with one
+        tensor or number per field.
         """
         statics = self.keys_of_call(kwargs)
         if self.layouts is not None:
@@ -311,7 +312,7 @@ class Structure:
         return flat  # type: ignore[no-any-return]
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a fake kernel as `kernel` wraps kernels, and record the structure of its results."""
+        """Wrap a fake kernel like `kernel` does, and record the structure of its results."""
         flat = self._binder("fake kernel")(function)
         decisions, names = self.decisions, [leaf.name for leaf in self.keyword_only]
         decisions.made.clear()  # another fake kernel made these decisions

@@ -122,7 +122,7 @@ def _seconds(budget: float | None) -> float:
 def _report_crashes() -> Iterator[None]:
     """Make faulthandler print a traceback if a kernel crashes the process.
 
-    `run_check` names one of its functions after the current check, so the traceback shows which
+    `run_check` calls a function that is named after the current check, so the traceback shows which
     check crashed.
     """
     was_enabled = faulthandler.is_enabled()

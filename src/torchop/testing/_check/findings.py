@@ -168,7 +168,7 @@ def _key(failure: Result) -> str:
 
 
 def _explains(one: Result, other: Result) -> bool:
-    """Return whether the two failures have the same cause and `one` shows it more clearly."""
+    """Return whether both failures have the same cause, and `one` shows the cause more clearly."""
     if one.cause and one.cause == other.cause:
         return True
     if one.provider != other.provider:

@@ -1,8 +1,8 @@
 """Recognize integer arguments that depend on other arguments, such as indices and offsets.
 
-Kernels often do not validate integers, and read out of bounds if an index is too large. Variants
-must therefore preserve the relations between integers and the sizes of other tensors. This module
-infers the relations from the values in an example.
+Kernels often do not validate integers, and read out of bounds if an index is too large. So when a
+variant resizes the tensors of an example, all indices must remain in range, all lengths must still
+add up, and so on. This module infers such relations from the values in an example.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def has_fixed_values(tensor: Tensor, example: Example) -> bool:
 
 
 def referred(example: Example) -> set[int]:
-    """Return the indices of the tensors whose sizes bound the values of an integer tensor."""
+    """Return the indices of tensors that integers refer to, i.e. whose sizes bound the integers."""
     relations = (_relations(t, example) for t in example.tensors if has_integers(t))
     return {each.place for some in relations for each in some if isinstance(each, _Related)}
 

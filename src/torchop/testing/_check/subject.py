@@ -77,7 +77,7 @@ class Subject:
                     f"check({self.name}, ...): 'valid' of register_examples rejects example "
                     f"{index}. Change the example, or 'valid'."
                 )
-        # The provider whose kernel is under test, or None for the reference kernel. If the
+        # The provider whose kernel is under test, or None for the reference kernel. If this
         # provider cannot run on this machine, `unsupported` holds the reason.
         self.provider: Provider | None = None
         self.unsupported = ""

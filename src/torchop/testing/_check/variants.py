@@ -39,7 +39,7 @@ def all_and_each(items: Iterable[int]) -> list[list[int]]:
 
 
 def each_and_all(items: Iterable[int]) -> list[list[int]]:
-    """Return a list for each single item, followed by a list of all items.
+    """Return a list with one item for each of the items, followed by a list of all items.
 
     Single items come first, because a failure for a single tensor pinpoints the argument that the
     kernel handles incorrectly.
@@ -307,7 +307,7 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
 def with_numbers(numbers: Sequence[float], steps: Sequence[int], tensor: Tensor) -> Tensor:
     """Replace some elements of a tensor with `numbers`.
 
-    The distances between these elements are `steps`, in turn.
+    The distances between the replaced elements cycle through `steps`.
     """
     flat = tensor.flatten().clone()
     every = itertools.accumulate(itertools.cycle(steps), initial=0)

@@ -240,7 +240,7 @@ def runs_in_inference_mode(call: Call) -> None:
 
 
 def takes_subclasses(call: Call) -> None:
-    """Check that the outcome is the same for tensor subclasses that only pass calls through."""
+    """Check that the outcome is the same for tensor subclasses that only forward calls."""
 
     class PassingFunctionTensor(torch.Tensor):
         """A subclass with the default `__torch_function__`. It only forwards calls."""

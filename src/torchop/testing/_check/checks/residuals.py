@@ -87,7 +87,7 @@ def every_residual_is_read(call: Call) -> None:
 
 
 def _training(call: Call) -> tuple[Any, Any]:
-    """Return the helper operator that also returns residuals, and the arguments of its schema."""
+    """Return the helper operator that also returns residuals, and its arguments for this call."""
     op, (args, kwargs) = call.op, call.example
     definition = _definition(op)
     form = definition.declaration.residuals.training_form(definition)

@@ -40,7 +40,7 @@ def same_as_contiguous(
 ) -> None:
     """Check that the outcome agrees with `expected`, or with a call on contiguous copies.
 
-    Also check that the call does not write outside of its tensors, to the memory around them.
+    Also check that the call does not write to the memory around its tensors.
     """
     succeeds(call)
     if call.record.swapped is not None:
@@ -119,7 +119,8 @@ def same_or_refused(call: Call, what: str) -> None:
 def resizes_outputs(call: Call, example: Any) -> None:
     """Check that a call with `out=` arguments of another shape raises, or gives the right results.
 
-    The right results are those for `example`, whose `out=` arguments have the right shapes.
+    The right results are the results for `example`, in which the `out=` arguments have the right
+    shapes.
     """
     if call.record.error is None:
         what = "with out= arguments of another shape"
@@ -277,8 +278,8 @@ def repeated_results(subject: Subject, call: Call) -> tuple[int, list[Any]] | No
     Return the enlarged size and the outcome.
 
     The larger tensors repeat the elements of the example. If the results for three small sizes
-    repeat the example's results in the same way, then the results for the large size must do so,
-    too. Otherwise, return None. For example, a mean over this dimension does not repeat.
+    repeat the example's results in the same way, so must the results for the large size. Otherwise,
+    return None, for example for a mean over this dimension.
     """
     (example,) = subject.accepted(most=1)
     changes = {
@@ -310,8 +311,9 @@ def right_in_blocks(
 ) -> None:
     """Check that the call writes every element of its results, and that they match `expected`.
 
-    If `repeated_to` is given, it is the size to which `repeated_results` has enlarged results. If
-    `odd` is given, also compare with calls whose elements are permuted in dimensions of this size.
+    If `repeated_to` is given, `expected` was computed by `repeated_results`, which has enlarged the
+    results to this size. If `odd` is given, also permute the elements in dimensions of this size,
+    and compare the results.
     """
     if options.get("values", True):
         writes_every_element(call, what)
@@ -349,9 +351,9 @@ def ignores_num_threads(
 ) -> None:
     """Check that results do not depend on the number of threads.
 
-    Two differences are allowed. If `draws` is true, the call draws random numbers, and these may
-    depend on the number of threads. If `is_large` is true, PyTorch splits the call among several
-    threads, so their number may affect the order of additions and the choice between equal
+    Two differences are allowed. If `draws` is true, the call draws random numbers, which may depend
+    on the number of threads. If `is_large` is true, PyTorch splits the call among several threads.
+    Then the number of threads may affect the order of additions and the choice between equal
     elements.
     """
 
