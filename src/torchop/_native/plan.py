@@ -1,4 +1,4 @@
-"""Compile the plans for calls without the dispatcher, and own the C++ objects that run them."""
+"""Compile the plans for calls without the dispatcher, and keep the C++ objects for these calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class NativeCalls:
-    """Owns an operator's entry, the C++ object that receives all calls, and compiles call plans.
+    """Compiles an operator's call plans, and owns the entry (the C++ object for its calls).
 
     `OwnCalls` is for operators created by `torchop.custom_op`, `table.calls.TableCalls` for others.
     """

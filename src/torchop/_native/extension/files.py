@@ -51,7 +51,7 @@ class Place(NamedTuple):
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
     def remedy(self) -> str | None:
-        """Return how to get a usable extension from TORCHOP_NATIVE_DIR or the wheel, else None."""
+        """Return advice on getting a usable file from TORCHOP_NATIVE_DIR or the wheel, or None."""
         if self.name == CHOSEN:
             return f"`python -m torchop build --out {self.folder}` compiles it"
         if self.name == WHEEL:

@@ -194,8 +194,8 @@ def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
         if is_tuple and all(map(_is_of, kinds, result)):
             return tuple(list(item) if type(item) is list else item for item in result)
         if len(kinds) > 1 and isinstance(result, Sequence) and len(result) > len(kinds):
-            # Raise an error here, because PyTorch would read past the end of the schema's list of
-            # types.
+            # If the kernel returned too many values, raise the error here, because PyTorch would
+            # read past the end of the schema's list of return types.
             _by_dispatcher(name, form, result[: len(kinds)])
             raise RuntimeError(
                 f"{name}: the kernel returned {len(result)} values, expected the {len(kinds)} of "

@@ -1,8 +1,9 @@
-"""Find kernels and backward formulas registered with torchop for operators it did not create.
+"""Find kernels and backward formulas of operators that `torchop.custom_op` did not create.
 
-`Library.impl` registers a wrapper, so find the user's function in the wrapper. `register_kernel`
-and `register_autograd` store the user's function in a `Definition`, which registers its own
-kernels, so find the definition that registered a kernel.
+This module only finds functions that were registered with torchop. `Library.impl` registers a
+wrapper, so find the user's function in the wrapper. `register_kernel` and `register_autograd` store
+the user's function in a `Definition`, which registers its own kernels, so find the definition that
+registered a kernel.
 """
 
 from __future__ import annotations

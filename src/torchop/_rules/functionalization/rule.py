@@ -144,7 +144,7 @@ def _install(registered: Registrations, trace: Callable[..., Any]) -> None:
 
 
 def _check_results(definition: Definition) -> None:
-    """Raise if a compiler would replace a result with the value that the fake kernel returned."""
+    """Raise if a compiled graph would contain a result of the fake kernel as a constant."""
     schema = definition.schema
     untraceable = [kind for kind in _traced_results(schema) if kind not in _TRACEABLE]
     if untraceable:

@@ -189,9 +189,9 @@ class KernelRule(CompiledRule[Kernels]):
             self.update(install, registered=functions)
 
     def places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
-        """Return the devices' keys in `registered`, and a function that installs their kernels.
+        """Return each device's key in `registered`, and a function to install the kernels.
 
-        The function installs a dispatcher kernel for each device that has none so far.
+        The function skips devices for which a dispatcher kernel is already installed.
         """
         keys: dict[str, str | None] = {}
         for device in devices:
@@ -209,7 +209,7 @@ class KernelRule(CompiledRule[Kernels]):
         return [installed.get(key, device) for key, device in keys.items()], install
 
     def installed(self) -> dict[Key, str | None]:
-        """Return each dispatch key with a kernel of this rule, and the kernel's device type."""
+        """Map each dispatch key with a kernel of this rule to the device type of the kernel."""
         registered = self.definition.registered
         places = {key: place_of(registered.kernel(key)) for key in registered}
         return {key: place[1] for key, place in places.items() if place is not None}

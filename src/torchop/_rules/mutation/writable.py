@@ -149,7 +149,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _may_overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether the spans of two tensors overlap, as for two columns of the same matrix."""
+    """Return whether the address ranges of two tensors overlap, as for two columns of a matrix."""
     if not (one.layout is other.layout is torch.strided):
         return one is other
     if tracing.is_traced(one) and tracing.is_traced(other):

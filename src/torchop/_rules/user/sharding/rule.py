@@ -117,7 +117,7 @@ class _ShardingRule(Rule[ShardingRule]):
         return ShardingRule(_chosen(choose), value, names)
 
     def _check_acyclic(self, op: OpOverload, rule: ShardingRule) -> None:
-        """Raise if the operators whose sharding rules are reused form a cycle."""
+        """Raise if an operator would reuse its own sharding rule, directly or indirectly."""
         aten = rule.like
         while aten is not None and aten is not op:
             aten = self.lookup(aten).like if self.has(aten) else None
