@@ -160,7 +160,7 @@ class FakeKernelError(RuntimeError):
 
 
 class TracingError(RuntimeError):
-    """A compiler or transform would change the meaning of an operator or of a formula."""
+    """A compiler or transform would change the meaning of an operator or backward formula."""
 
 
 class MissingFormulaError(RuntimeError):

@@ -86,7 +86,7 @@ class CompiledRule(Generic[Compiled]):
     def cache_parts(self) -> Iterator[object]:
         """Yield the registered values that compilers bake into graphs, to include in cache keys.
 
-        Each of them is a function, or has a stable `repr`.
+        Each value must be a function, or have a stable `repr`.
         """
         yield from ()
 
@@ -280,8 +280,7 @@ class Definition:
     def install(self) -> list[Callable[[], None]]:
         """Register the dispatcher kernels of a new operator, and its rules for modes.
 
-        The caller must call the functions that this returns once the schema is defined in the
-        dispatcher.
+        Return functions that the caller must call once the schema is defined in the dispatcher.
         """
         return [finish for install in installers if (finish := install(self)) is not None]
 

@@ -334,7 +334,7 @@ class Rule(Generic[Value]):
         return [op, *(each for d in derived for each in self._family(d))]
 
     def _put(self, op: OpOverload, change: _Change, attached: list[OpOverload]) -> None:
-        """Change an operator's values, and call `attach`, `replaced` or `detach` accordingly."""
+        """Change an operator's values for this rule, and call `attach`, `replaced` or `detach`."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
         with registration_lock:

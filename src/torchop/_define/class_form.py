@@ -253,7 +253,7 @@ def _function(
 ) -> Callable[..., Any]:
     """Return the member `forward`, or a function that raises when called if there is none.
 
-    The function has the same signature as the member `signature` or, without it, as a kernel.
+    The raising function takes its signature from the member `signature`, or else from a kernel.
     """
     if "forward" in members:
         if "signature" in members:

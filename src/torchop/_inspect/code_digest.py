@@ -43,8 +43,7 @@ _HOLDERS = (
 )
 # Wrappers of functools, Triton and Numba store the function that they wrap in these attributes.
 _WRAPPED = ("__wrapped__", "fn", "func", "py_func", "dispatcher", "args", "keywords")
-# The code of these packages need not be read, because the cache keys already contain their
-# versions.
+# Do not read the code of these packages, because the cache keys already contain their versions.
 _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_names}
 
 

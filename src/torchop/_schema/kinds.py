@@ -381,7 +381,7 @@ def argument_type(annotation: Any) -> str | None:
     """Return the schema type that `infer_schema` infers for an annotation.
 
     Return None if `infer_schema` rejects the annotation. In older PyTorch releases, `infer_schema`
-    rejects some of these annotations. The result includes their types anyway, because schemas
+    rejects some annotations that newer releases accept. Return their types anyway, because schemas
     support these types in every release.
     """
     kind = leaf_kind(annotation)

@@ -158,8 +158,8 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     for row in rows:
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
-        # `calls` includes calls whose arguments were not recorded. Assume that the same share of
-        # them would be native, i.e. bypass the dispatcher, as of the recorded calls.
+        # `calls` includes calls whose arguments were not recorded. Assume that the share of native
+        # calls, which bypass the dispatcher, is the same for these as for the recorded calls.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")

@@ -148,7 +148,8 @@ def doctor(as_json: bool) -> None:
     Fast calls need the native call path, which is compiled C++ code. The exit code is 0 if it
     works, or if it can be compiled, and 1 otherwise.
 
-    The report also lists caches of compiled graphs that ignore changes of operators' rules.
+    The report also lists compile caches that do not notice when an operator's rules, such as its
+    fake kernel, change.
     """
     state: native.State = "failed"
     try:

@@ -186,8 +186,8 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Run one of PyTorch's checks.
 
-    `accepted` contains the arguments with all tensors detached that must not require grad. Pass
-    these arguments to the check. For an in-place operator, pass the original `sample` to all checks
+    `accepted` is a copy of `sample` in which the tensors that must not require grad are detached.
+    Pass `accepted` to the check. Only for an in-place operator, pass `sample` itself to all checks
     except `test_schema` and `test_faketensor`.
     """
     schema, overload = operator.schema, operator.overload

@@ -188,7 +188,8 @@ class Recording:
             return (yield)
         finally:
             with warnings.catch_warnings():
-                # The command reports patterns that match nothing, so do not warn in every worker.
+                # `torchop record` reports patterns that match nothing, so do not warn in every
+                # worker.
                 warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
                 self._recorded.__exit__(None, None, None)
 

@@ -97,7 +97,7 @@ def signs_like(values: torch.Tensor) -> torch.Tensor:
 
 
 def negative_view(values: torch.Tensor) -> torch.Tensor:
-    """Return a view with these values and the negative bit set, so that its memory is negated."""
+    """Return a view with these values and the negative bit set: its memory holds `-values`."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 

@@ -2,7 +2,7 @@
 
 Authors write kernels and rules that take and return objects, such as dataclasses, but PyTorch calls
 them with values of the flat schema, which has one argument per field. This module wraps the
-functions to convert between the two.
+authors' functions to convert between objects and flat values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Annotation trees, which describe how a structured value is split into flat values.
 
 For example, a dataclass becomes a node with a child for each field, and each leaf is one argument
-or result of the operator's schema. The nodes generate code that flattens a value into the values of
-its leaves, and code that rebuilds the value from these.
+or result of the operator's schema. The nodes generate code that flattens a structured value into
+the values of the leaves, and code that rebuilds the structured value.
 """
 
 from __future__ import annotations

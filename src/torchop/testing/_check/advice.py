@@ -294,7 +294,7 @@ def followup_in_words(operator: Operator, result: Result, first: Result) -> str:
 
 
 def _argument(operator: Operator, result: Result) -> str:
-    """Return the argument named in the failure message, or the first tensor if there is none."""
+    """Return the argument that the failure message names, or else the first tensor argument."""
     tensors = [a.name for a in operator.schema.arguments if "Tensor" in a.kind]
     if result.check.partition("[")[0] in ("memory.out", "memory.written_expanded"):
         return next(name for name in tensors if name in operator.schema.mutated)

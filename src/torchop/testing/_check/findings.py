@@ -158,9 +158,9 @@ def _clarity(failure: Result) -> int:
 def _key(failure: Result) -> str:
     check = failure.check.partition("[")[0]
     if check == "contracts.schema" and "UndeclaredMutationError" in failure.message:
-        # The other checks pass fresh copies of the arguments to each call, so an undeclared write
-        # does not affect the results that they compare. However, swapping the storage of an
-        # argument does.
+        # The other checks pass fresh copies of the arguments to each call. So an undeclared write
+        # does not affect the results that they compare, unless the call swaps the storage of an
+        # argument.
         return check if "swapped" in failure.message else f"{check}: write"
     if check == "subsystems.saved" and failure.group == "incoming":
         return f"{check}: incoming"

@@ -1,4 +1,4 @@
-"""Check gradients for other layouts, sizes, values and dtypes than those of the examples."""
+"""Check gradients for layouts, sizes, values and dtypes that the examples do not have."""
 
 from __future__ import annotations
 

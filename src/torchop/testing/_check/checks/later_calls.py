@@ -23,7 +23,8 @@ from torchop.testing._check.variants import in_dtype, other_scalars
 from torchop.testing._fork import Worker, WorkerError, can_fork
 from torchop.testing.process_state import restored
 
-# The time limit in seconds for a call in a fork. A slower call is killed and not compared.
+# The time limit in seconds for a call in a fork. A slower call is killed, and its results are not
+# compared.
 _LONGEST_CALL = 5.0
 
 
