@@ -16,6 +16,7 @@ import importlib.util
 import io
 import pkgutil
 import pydoc
+import subprocess
 import sys
 import textwrap
 import types
@@ -214,6 +215,15 @@ def test_quick_start_is_short() -> None:
     assert "custom_op" in code
     assert "torch.compile" in code
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
+
+
+def test_quick_start_runs_with_torch_library() -> None:
+    code = collect(README)[-1].code.replace("import torchop\n", "")
+    code = code.replace("torchop.", "torch.library.").replace(
+        ", fullgraph", ", backend='eager', fullgraph"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "tensor([0.0833, 0.0370])\n", run.stderr
 
 
 # --------------------------------------------------------------------------------------------------
