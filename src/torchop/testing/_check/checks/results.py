@@ -80,12 +80,11 @@ def _differs_by_rounding(call: Call, expected: Sequence[Any]) -> bool:
         nearby = [moved(share) for share in (1.0, -1.0)]
     except Exception:  # the operator or `valid` rejects the moved inputs
         return False
-    for one, other, *others in zip(call.record.outcome, expected, *nearby, strict=True):
-        values = (one, other, *others)
-        if not all(isinstance(value, Tensor) and value.shape == one.shape for value in values):
+    for each in zip(call.record.outcome, expected, call.contiguous, *nearby, strict=True):
+        if not all(isinstance(value, Tensor) and value.shape == each[0].shape for value in each):
             return False
-        one, other, *others = (probes.dense(value.detach()).double() for value in values)
-        change = torch.stack([(each - other).abs() for each in others]).amax(0)
+        one, other, still, *moves = (_in_full(value) for value in each)
+        change = torch.stack([(move - still).abs() for move in moves]).amax(0)
         # Some elements may not change by chance, so add the mean change to the bound of every
         # element.
         bound = _ROUNDING * (change + change.nanmean())
@@ -93,6 +92,11 @@ def _differs_by_rounding(call: Call, expected: Sequence[Any]) -> bool:
         if not bool((is_same | ((one - other).abs() <= bound)).all()):
             return False
     return True
+
+
+def _in_full(tensor: Tensor) -> Tensor:
+    plain = probes.dense(tensor.detach())
+    return plain.to(torch.complex128 if plain.is_complex() else torch.double)
 
 
 def has_declared_layouts(call: Call) -> None:
