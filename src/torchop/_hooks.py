@@ -12,7 +12,7 @@ from typing import Any
 
 
 class NoExtension:
-    """Stands in for the C++ extension until that is loaded.
+    """Replaces the C++ extension until the extension is loaded.
 
     It has the functions of the C++ extension (see `_native/_call_path.pyi`) that lower layers call.
     Each of these functions returns a value with which the caller falls back to Python code.
@@ -50,11 +50,11 @@ class NoExtension:
     def keep_memory(
         defined: Iterable[str], implemented: Iterable[str], frees_functions: bool, /
     ) -> Callable[[], None]:
-        """Keep memory that running calls may read alive until the returned function is called.
+        """Keep memory alive for running calls, until the caller calls the returned function.
 
-        Call this before deregistering operators, and the returned function afterwards. Calls that
-        are still running may read memory that PyTorch frees during deregistration, so the extension
-        keeps this memory alive. This default is a no-op.
+        PyTorch frees memory during deregistration that running calls may still read. So call this
+        function before deregistering operators, and call the returned function afterwards. This
+        default is a no-op.
         """
         return lambda: None
 

@@ -5,8 +5,7 @@ functions to register operators: `direct_register_custom_op` in vLLM and SGLang,
 `register_custom_op` in SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module
 have the same signatures, but define operators with `torchop.custom_op`, which makes calls faster.
 As in the engines, a result may share memory with an argument or with another result. This only
-    causes a warning for operators of this module, whereas other operators of torchop raise an
-    error.
+causes a warning for operators of this module, whereas other operators of torchop raise an error.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ make_handle: Any = None
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
     """Register a validated operator with PyTorch.
 
-    If `custom_op` created an operator with the same name, the new operator replaces it; any other
-    operator with this name is a RuntimeError. Closing `lib` deregisters the new operator.
+    If `custom_op` created an operator with the same name, the new operator replaces it. If any
+    other operator has this name, raise RuntimeError. Closing `lib` deregisters the new operator.
     """
     return all_or_nothing(declaration.name, lambda: _replace(declaration, lib))
 

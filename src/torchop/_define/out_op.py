@@ -297,7 +297,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
     """Return a stub function with the given signature and the kernel's name.
 
-    The stub is never called: only its signature is used, and its name in error messages.
+    The stub is never called. torchop only reads its signature, and error messages contain its name.
     """
 
     @functools.wraps(kernel)

@@ -275,7 +275,8 @@ class _Recordings(threading.local):
         self._active.append(recorded)
 
     def exit(self, recorded: Recorded, *error: Any) -> None:
-        # `list.index` would not do here, because recordings that contain the same calls are equal.
+        # Compare by identity instead of using `list.index`, because recordings that contain the
+        # same calls are equal.
         if not (indices := [i for i, each in enumerate(self._active) if each is recorded]):
             raise RuntimeError(
                 "record(...) was exited in another thread than the one that entered it; exit it "

@@ -117,8 +117,8 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     return listed if argument_type(listed) is not None else item
 
 
-# Maps a class and all subclasses to the type that we suggest instead; the first match wins. Tensor
-# and bytes need an entry because they are iterable, and `_nearest` suggests a list for iterables.
+# For a class and all its subclasses, the type to suggest instead. The first match wins. Tensor and
+# bytes need an entry because they are iterable, and `_nearest` suggests a list for iterables.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

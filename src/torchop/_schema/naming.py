@@ -159,7 +159,7 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
 def check_rule_name(name: object, reserved: Iterable[Callable[[str], bool]]) -> None:
     """Raise ValueError if a new `torchop.Rule` cannot have this name.
 
-    `reserved` holds predicates, each of which returns True for names that are already in use.
+    Each function in `reserved` returns True for names that are already in use.
     """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(

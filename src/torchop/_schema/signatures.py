@@ -74,7 +74,7 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
 def written_annotations(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the evaluated annotations of a function, including `Annotated` metadata.
 
-    Annotations that cannot be evaluated are left out; schema inference rejects these later.
+    Annotations that cannot be evaluated are left out, because schema inference rejects them later.
     """
     namespace, evaluated = _Namespace(function), {}
     for name, annotation in annotations_of(function).items():

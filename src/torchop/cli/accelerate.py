@@ -147,8 +147,8 @@ def rows_of_recorded(
 def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
     """Format a table with the time of a call before and after acceleration, and the time saved.
 
-    The numbers of calls come from `recorded`, and the times from `called`, which only contains the
-    calls that this process may run.
+    `recorded` contains all recorded calls, from which the numbers of calls are computed. `called`
+    contains only the calls that this process may run, and therefore time.
     """
     measurements = measure(
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}

@@ -24,7 +24,7 @@ MARGIN = 2**24
 
 
 class Words(NamedTuple):
-    """The parts of error messages that differ between kernels and autograd formulas.
+    """The parts of error messages that differ between kernels and backward formulas.
 
     `mutated` is a format string with two fields: `argument`, the name of the mutated argument, and
     `where`, a more detailed description of it. `function` names the function that made the

@@ -101,8 +101,8 @@ class Suite:
             before = session.testscollected
             pairs = itertools.pairwise(itertools.chain(results, [None]))
             for number, (tested, following) in enumerate(pairs, before + 1):
-                # pytest prints the percentage of collected tests that have finished, and takes 100
-                # % for the end of the run. So if another result follows, count that result as
+                # pytest prints the percentage of collected tests that have finished, and treats 100
+                # % as the end of the run. So if another result follows, count that result as
                 # collected, to keep the percentage below 100.
                 session.testscollected = number + (following is not None)
                 self._log(cast(dict[str, Any], tested))

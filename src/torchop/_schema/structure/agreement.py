@@ -1,8 +1,8 @@
 """Check that kernels return the same structure as the fake kernel for the same arguments.
 
 The fake kernel decides which results are None, how long lists are, and the values of everything
-    that is not a tensor. In compiled code, these decisions become constants. The graph never
-    compares them with the results of the real kernel, so the kernel's wrapper must do it.
+that is not a tensor. In compiled code, these decisions become constants. The graph never
+compares them with the results of the real kernel, so the kernel's wrapper must do it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Node:
         raise NotImplementedError
 
     def gather(self, values: Mapping[str, Any]) -> Any:
-        """Group values of the leaves, such as gradients, into a mapping from field names.
+        """Group values, such as gradients, into a mapping from field names to values.
 
         `values` maps the names of leaves (arguments or results in the schema) to values. It may
         also hold static (non-tensor) parts of the call by name, such as the keys of a dict.
@@ -106,8 +106,8 @@ class Leaf(Node):
     """One argument or result in the schema.
 
     Attributes:
-        checked: whether generated code checks and encodes the value. If False, this is left to the
-            dispatcher.
+        checked: whether generated code checks and encodes the value. If False, the dispatcher
+            checks the value.
         unwritable_default: the default, if the schema language cannot express it. The default in
             the schema is then None.
         is_required_if_given: whether the value may be None only if the enclosing structure is None.

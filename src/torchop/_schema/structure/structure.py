@@ -149,7 +149,7 @@ class Structure:
         return gathered if self._returns_tuple else (gathered,)
 
     def spread_gradients(self, returned: Any, statics: Mapping[str, Any]) -> dict[str, Any]:
-        """Split the gradients from a backward formula into one per argument in the schema."""
+        """Split the gradients from a backward formula into one gradient per schema argument."""
         inputs = self.positional_parameters
         # Only a plain tuple holds the gradients of several arguments. A NamedTuple is the gradient
         # of a single structured argument.

@@ -83,9 +83,9 @@ _OF_GRADIENTS = (
     "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
-# Maps a check to the checks whose failures it explains: if it fails even for the unmodified
-# example, the others probably fail for the same reason. Some keys also name the kind of failure
-# (see `_key`).
+# Maps a check to the checks whose failures it explains: if the first check fails even for the
+# unmodified example, failures of the checks in the tuple probably have the same cause. Some keys
+# also name the kind of failure (see `_key`).
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.schema: write": (*_OF_GRADIENTS, "sharing.*", "subsystems.vmap*"),

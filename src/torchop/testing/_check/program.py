@@ -93,7 +93,7 @@ def _definition(op: OpOverload) -> list[str]:
         module
         for module in modules_of(OpName.parse(op.name()))
         if getattr(sys.modules[module], "__spec__", None) is not None
-        # Every operator is registered through modules such as torch.library, so exclude them.
+        # Exclude modules such as torch.library, because every operator is registered through them.
         and (module.partition(".")[0] not in ("torch", "torchop") or "_internal" in module)
     ]
     if modules or op.namespace in ("aten", "prims", "prim"):

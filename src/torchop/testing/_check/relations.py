@@ -182,8 +182,8 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
         yield _Sorted()
     elif are_distinct(tensor) and is_permutation(tensor):
         yield _Permutation()
-    # The sum of some indices may happen to equal a size, so that they look like lengths. So
-    # integers that look like lengths may be indices too.
+    # Some indices may happen to add up to a size, which makes them look like lengths. So treat
+    # integers that look like lengths as possible indices too.
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield _Indices(place, dim)

@@ -39,7 +39,7 @@ def all_and_each(items: Iterable[int]) -> list[list[int]]:
 
 
 def each_and_all(items: Iterable[int]) -> list[list[int]]:
-    """Return a list with one item for each of the items, followed by a list of all items.
+    """Return a one-item list for each item, followed by a list of all items.
 
     Single items come first, because a failure for a single tensor pinpoints the argument that the
     kernel handles incorrectly.

@@ -239,8 +239,8 @@ def fakes_on_the_device(call: Call, device: str) -> None:
 def registers_autograd(call: Call) -> None:
     """Check that results do not require grad if the operator has no autograd kernel.
 
-    If they do require grad, autograd has recorded the PyTorch functions that the kernel calls,
-    which compilers and transforms cannot see.
+    If a result requires grad, autograd has recorded the PyTorch functions inside the kernel.
+    Compilers and transforms cannot see these functions, so they would miss the gradient.
     """
     args, kwargs = call.example.copy()
     try:

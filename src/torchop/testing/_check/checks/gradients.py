@@ -194,8 +194,8 @@ def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]
         except BaseException as error:
             answer.set_exception(error)
 
-    # The provider priority is stored in a context variable, so run the thread in a copy of this
-    # context.
+    # The priority of providers (alternative kernels) is stored in a context variable, so run the
+    # thread in a copy of the current context.
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(differentiate,), daemon=True).start()
     try:

@@ -231,8 +231,9 @@ def gradients_are_made_anew(call: Call) -> None:
 def gradients_are_linear(call: Call) -> None:
     """Check that gradients are right if every incoming gradient is 1, or 0.
 
-    A backward formula may have a separate branch for these values. Other checks pass random values,
-    and gradients are linear in them, so compare with the sum of the gradients for two such values.
+    A backward formula may have a separate branch for incoming gradients of 1 or 0. To check this
+    branch, use that the backward pass is linear: the gradients for incoming gradients `g` and `1 -
+    g` must add up to the gradients for incoming gradients of 1.
     """
     function, inputs = call.function()
 

@@ -170,7 +170,7 @@ def _in_a_fork(call: Call) -> list[Any]:
         return file.getvalue()
 
     # The forked process makes the call in a new thread. Run it in a copy of the caller's context,
-    # which contains the provider priority.
+    # which contains the priority of providers (alternative kernels).
     run = contextvars.copy_context().run
     worker = Worker(lambda request: run(answer, request))
     try:

@@ -392,8 +392,8 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
         except BaseException as error:
             problems.append(error)
 
-    # The provider priority is stored in a context variable, so run each thread in a copy of this
-    # context.
+    # The priority of providers (alternative kernels) is stored in a context variable, so run each
+    # thread in a copy of the current context.
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, *pair), daemon=True)
         for pair in pairs
