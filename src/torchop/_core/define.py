@@ -174,6 +174,6 @@ def deregister_with(
             alive.deregister(reason())
 
     with registration_lock:
-        # If the operator is redefined, this replaces the entry of the old operator in the library's
+        # If the operator is redefined, `add` replaces the row of the old operator in the library's
         # table of registrations.
         registrations_of(library, definition.name).add("operator", None, deregister)

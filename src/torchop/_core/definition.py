@@ -91,7 +91,7 @@ class CompiledRule(Generic[Compiled]):
         yield from ()
 
     def compile(self) -> Compiled:
-        """Return the data that calls read, which becomes a part of the immutable call plan."""
+        """Return the rule as immutable data for the call plan, from which calls read it."""
         raise NotImplementedError
 
     def kernels(self) -> Collection[str | None]:

@@ -72,7 +72,7 @@ def digest_of_function(function: object) -> bytes:
 
 
 class _Digest(CodeDigest):
-    """A digest of operators' rules, including the rules of operators that these rules call."""
+    """A digest of operators' rules. If a rule calls other operators, it includes their rules."""
 
     def __init__(self) -> None:
         super().__init__(torchop.__version__)

@@ -109,7 +109,7 @@ def _clones(lowered: Lowered) -> dict[Node, str]:
 
 
 def _copies_of_layouts(lowered: Lowered) -> Iterator[tuple[Node, str]]:
-    """Yield each copy into a declared layout, with the name of the copied tensor."""
+    """Yield each copy that a declared layout causes, with the name of the copied tensor."""
     for node in lowered.graph.nodes:
         if isinstance(node.target, OpOverload) and (layouts := layouts_of(node.target)):
             for argument, value in inductor_graphs.passed(node):

@@ -139,7 +139,7 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """Creates the functional, in-place and out= kernels from one kernel that writes its outputs."""
+    """Creates the functional, in-place and out= kernels from one kernel with output arguments."""
 
     def __init__(
         self,

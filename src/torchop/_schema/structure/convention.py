@@ -179,7 +179,7 @@ class StructuredConvention(Convention):
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """Save nothing: the `setup_context` of formulas that only need the incoming gradients."""
+    """Save nothing. Used as `setup_context` for formulas that only need incoming gradients."""
 
 
 class StructuredCall:

@@ -44,7 +44,7 @@ class Node:
             yield from part.statics()
 
     def keys_of_tensors(self) -> Iterator[Leaf]:
-        """Yield the leaves that hold the keys of dicts of tensors."""
+        """Yield the leaves that hold dict keys, for dicts with tensor values."""
         for part in self._parts:
             yield from part.keys_of_tensors()
 

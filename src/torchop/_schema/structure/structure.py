@@ -132,7 +132,7 @@ class Structure:
 
     @functools.cached_property
     def keys(self) -> list[Leaf]:
-        """The arguments that hold the keys of dicts of tensors."""
+        """The arguments that hold dict keys, for dicts with tensor values."""
         nodes = [parameter.node for parameter in self.parameters]
         return [key for node in nodes for key in node.keys_of_tensors()]
 

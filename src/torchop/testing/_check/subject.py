@@ -114,7 +114,7 @@ class Subject:
         return self.name
 
     def with_provider(self, provider: Provider, unsupported: str) -> Subject:
-        """Return a copy for checking the kernel of a provider. Recorded calls are not copied."""
+        """Return a copy for checking a provider's kernel, without the recorded calls."""
         made = copy.copy(self)
         for name, value in vars(Subject).items():
             if isinstance(value, functools.cached_property):
