@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--torchop-baseline",
         metavar="FILE",
-        help="a JSON file of known failures; written if it does not exist",
+        help="a JSON file of known failures; a run without the file writes it, and still fails",
     )
 
 
@@ -68,6 +68,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     if config.getoption("--torchop-report"):
         config.pluginmanager.register(_Results(config), "torchop-results")
+    if not config.getoption("--torchop-check"):
+        for option in ("--torchop-check-only", "--torchop-check-budget", "--torchop-baseline"):
+            if _is_on_command_line(config, option):
+                raise pytest.UsageError(
+                    f"{option} has no effect without --torchop-check. Add the operators to check, "
+                    "such as --torchop-check 'mylib::*'."
+                )
     if config.getoption("--torchop-check") and not config.getoption("collectonly"):
         from torchop.testing._suite import Suite  # imports PyTorch
 
@@ -76,6 +83,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from torchop.testing._suite import Recording  # imports PyTorch
 
         config.pluginmanager.register(Recording(config), "torchop-recording")
+
+
+def _is_on_command_line(config: pytest.Config, option: str) -> bool:
+    """Return whether the command gives an option, rather than `addopts` of the project.
+
+    An option in `addopts` applies to all runs, even to those that do not use it.
+    """
+    return any(str(arg).partition("=")[0] == option for arg in config.invocation_params.args)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -155,6 +170,20 @@ class _Results:
         self._path = config.rootpath / config.getoption("--torchop-report")
         self._reports: list[Any] = []
 
+    @pytest.hookimpl(tryfirst=True)  # before other plugins deselect tests
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, items: list[pytest.Item]
+    ) -> None:
+        if hasattr(self._config, "workerinput") or self._config.getoption("--torchop-check"):
+            return
+        if session.testsfailed or not _is_on_command_line(self._config, "--torchop-report"):
+            return  # pytest reports errors of the collection, which may explain missing tests
+        if not any("torchop_check" in getattr(item, "fixturenames", ()) for item in items):
+            raise pytest.UsageError(
+                "--torchop-report has no effect, because no test has the mark torchop. Add the "
+                "operators to check, such as --torchop-check 'mylib::*'."
+            )
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if hasattr(report, "torchop"):
             self._reports.append(report)
@@ -168,4 +197,5 @@ class _Results:
         pytest_plugin.write_report(self._reports, self._path)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        terminalreporter.write_sep("-", f"report of the operators: {self._path}")
+        empty = "" if self._reports else " (empty, because no check ran)"
+        terminalreporter.write_sep("-", f"report of the operators: {self._path}{empty}")

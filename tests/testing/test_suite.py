@@ -71,9 +71,14 @@ def test_suite_is_checked(suited: pytest.Pytester, workers: list[str]) -> None:
     options = ["--torchop-check=suited::*", "--torchop-check-only=memory", *workers]
     files = ["--junitxml=out.xml", "--torchop-report=out.json", "--torchop-baseline=known.json"]
     done = suited.runpytest_subprocess(*options, *files, timeout=400)
-    done.assert_outcomes(passed=5, xfailed=2)
+    # The run that writes the baseline still fails, so a misspelled path does not pass.
+    done.assert_outcomes(passed=5, failed=2)
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
     done.stdout.fnmatch_lines(
-        ["torchop: not called by any test: suited::uncalled", "torchop: wrote the failures to *"]
+        [
+            "torchop: not called by any test: suited::uncalled",
+            "torchop: wrote the failures to known.json. The next run with it accepts them, and *",
+        ]
     )
     reports = json.loads((suited.path / "out.json").read_text())
     assert [report["op"] for report in reports] == [
@@ -86,6 +91,9 @@ def test_suite_is_checked(suited: pytest.Pytester, workers: list[str]) -> None:
     assert "by SIGABRT" in known["suited::crash"]["memory.empty"]
     assert {"memory.transposed", "memory.gaps"} <= known["suited::flat"].keys()
     assert 'name="flat[memory]"' in (suited.path / "out.xml").read_text()
+    done = suited.runpytest_subprocess(*options, *files, timeout=400)
+    done.assert_outcomes(passed=5, xfailed=2)
+    assert done.ret == pytest.ExitCode.OK
 
 
 @pytest.mark.project  # slow, because it starts pytest and imports PyTorch
@@ -168,14 +176,43 @@ def test_report_agrees_with_check(suited: pytest.Pytester) -> None:
 
 def test_wrong_options_are_usage_errors(suited: pytest.Pytester) -> None:
     (suited.path / "known.json").write_text("[")
+    misspelled = {
+        "other::op": {"memory.gaps": "", "contracts.examples": ""},
+        "suited::flat": {"transposd": ""},
+    }
+    (suited.path / "misspelled.json").write_text(json.dumps(misspelled))
     for option, message in (
-        ("--torchop-check-only=memroy", "no check has this name"),
+        ("--torchop-check-only=memroy", "no check has this name. Did you mean memory?"),
+        (
+            "--torchop-baseline=misspelled.json",
+            "the entry 'transposd' of suited::flat: no check has this full name. Did you mean "
+            "memory.transposed?",
+        ),
         ("--torchop-check-budget=0", "must be a number above 0"),
         ("--torchop-baseline=known.json", "--torchop-baseline known.json:"),
     ):
         done = suited.runpytest_inprocess("--torchop-check=suited::*", option)
         assert done.ret == pytest.ExitCode.USAGE_ERROR
         assert message in done.stderr.str()
+
+
+def test_options_without_an_operator_to_check_are_usage_errors(suited: pytest.Pytester) -> None:
+    for option in (
+        "--torchop-check-only=memory",
+        "--torchop-check-budget=1",
+        "--torchop-baseline=known.json",
+        "--torchop-report=out.json",
+    ):
+        done = suited.runpytest_inprocess(option)
+        assert done.ret == pytest.ExitCode.USAGE_ERROR
+        message = done.stderr.str()
+        assert option.partition("=")[0] + " has no effect" in message
+        assert "such as --torchop-check 'mylib::*'" in message
+    # Options of the project apply to all runs, even to runs of other tests.
+    suited.makeini("[pytest]\naddopts = --torchop-baseline=known.json --torchop-report=out.json")
+    done = suited.runpytest_inprocess("-k", "flat")
+    assert done.ret == pytest.ExitCode.OK
+    done.stdout.fnmatch_lines(["*report of the operators: *out.json (empty, *"])
 
 
 def test_calls_are_stored_with_values(namespace: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torchop.testing._check.advice import finding_in_words, followup_in_words
 from torchop.testing._check.calls import Example
 from torchop.testing._check.findings import Finding, Result
 from torchop.testing._check.report import CheckReport
-from torchop.testing._check.run import Check, is_named, plan_checks
+from torchop.testing._check.run import Check, is_named, nearest_check, plan_checks
 from torchop.testing._check.table import CHECKS
 from torchop.testing._fork import WorkerError
 from torchop.testing._suite_calls import StoredCall, examples_of, grown, has_rows
@@ -28,6 +28,8 @@ from torchop.testing._worker import CheckWorker
 # skipped.
 _LONGEST = 60.0
 _MOST_ELAPSED = 4
+# The check that fails if the checks of an operator cannot be planned.
+_NO_PLAN = "contracts.examples"
 # These checks find most bugs, so they run first, in case the budget is too small for all checks.
 _FIRST = (
     "contracts.schema",
@@ -114,7 +116,8 @@ class Family(NamedTuple):
 class Baseline:
     """Known failures, in a JSON file that maps operators to checks and their messages.
 
-    If the file does not exist yet, all failures are accepted as known, and `save` writes the file.
+    If the file does not exist yet, no failure is known, and `save` writes the file. The first run
+    reports all failures, because otherwise a misspelled path would accept all of them.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -132,14 +135,21 @@ class Baseline:
                     "a baseline maps operators to objects, which map checks to messages. Delete "
                     "the file, and the next run writes it."
                 )
+            names = {_NO_PLAN, *(kind.name for kind in CHECKS)}
+            for op, check in self._entries():
+                # Only the name of a provider, in brackets, depends on the operator.
+                if check.partition("[")[0] not in names:
+                    problem = f"no check has this full name.{nearest_check(check)}"
+                    raise ValueError(f"the entry {check!r} of {op}: {problem}")
+
+    def _entries(self) -> Iterator[tuple[str, str]]:
+        return ((op, check) for op, checks in self._known.items() for check in checks)
 
     def applied(self, op: str, result: Result) -> Result:
         if result.outcome != "failed":
             return result
         self._failed.setdefault(op, {})[result.check] = result.message.partition("\n")[0]
-        if not self.is_new and result.check not in self._known.get(op, {}):
-            return result
-        if self._path is None:
+        if self._path is None or result.check not in self._known.get(op, {}):
             return result
         message = f"in {self._path.name}: {result.message}"
         return dataclasses.replace(result, outcome="expected failure", message=message)
@@ -147,8 +157,7 @@ class Baseline:
     def fixed(self, reports: Sequence[CheckReport]) -> list[str]:
         """Return the known failures whose checks now pass."""
         passed = {(r.op, each.check) for r in reports for each in r.results if _passed(each)}
-        known = [(op, check) for op, checks in self._known.items() for check in checks]
-        return [f"{op}: {check}" for op, check in known if (op, check) in passed]
+        return [f"{op}: {check}" for op, check in self._entries() if (op, check) in passed]
 
     def save(self) -> None:
         if self.is_new and self._path is not None:
@@ -233,7 +242,7 @@ def _results(
         finally:
             worker.close()
         return
-    yield Result("contracts.examples", "failed", f"the checks cannot be planned: {problem}")
+    yield Result(_NO_PLAN, "failed", f"the checks cannot be planned: {problem}")
 
 
 def _turn(check: str) -> int:

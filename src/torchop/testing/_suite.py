@@ -14,6 +14,7 @@ import pytest
 
 import torchop
 from torchop._accelerate import patterns
+from torchop.testing._check.run import no_such_check
 from torchop.testing._from_tests import Baseline, check_calls, families, names_check
 from torchop.testing._suite_calls import SuiteCalls
 
@@ -37,7 +38,7 @@ class Suite:
             raise pytest.UsageError(str(error)) from None
         for name in self._only:
             if not names_check(name):
-                raise pytest.UsageError(f"--torchop-check-only {name}: no check has this name.")
+                raise pytest.UsageError(f"--torchop-check-only {name}: {no_such_check(name)}")
         if not self._budget > 0:
             raise pytest.UsageError("--torchop-check-budget must be a number above 0.")
         path = config.getoption("--torchop-baseline")
@@ -128,7 +129,9 @@ class Suite:
         for fixed in baseline.fixed(reports):
             self._notes.append(f"passes now, so remove it from {path}: {fixed}")
         if baseline.is_new:
-            self._notes.append(f"wrote the failures to {path}; commit it to accept them")
+            self._notes.append(
+                f"wrote the failures to {path}. The next run with it accepts them, and passes."
+            )
 
     def _log(self, tested: dict[str, Any]) -> None:
         """Report a result to pytest as a test: one report each for setup, call and teardown."""

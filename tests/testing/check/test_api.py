@@ -111,7 +111,14 @@ def test_unknown_checks_are_refused(good: Any) -> None:
         check(good, EXAMPLE, only="memory.sideways")
     with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has this name"):
         check(good, EXAMPLE, only=["memory.given", "memory.sideways"])
-    with pytest.raises(ValueError, match=r"only=\[\]\): no check has this name"):
+    for name, nearest in (
+        ("subsystem.gradcheck", "subsystems.gradcheck"),
+        ("gradchek", "subsystems.gradcheck"),
+        ("memroy", "memory"),
+    ):
+        with pytest.raises(ValueError, match=f"has this name. Did you mean {nearest}[?]"):
+            check(good, EXAMPLE, only=name)
+    with pytest.raises(ValueError, match=r"only=\[\]\): no check has this name. Give"):
         check(good, EXAMPLE, only=[])
 
 

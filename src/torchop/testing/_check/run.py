@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fnmatch
 import math
 import re
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +90,8 @@ def plan_checks(
         unknown = [p for p in patterns if not any(check.is_named(p) for check in planned)]
         if unknown or not chosen:
             name = unknown[0] if unknown else only
-            raise ValueError(f"check({subject}, only={short_repr(name)}): {_no_such_check()}")
+            problem = no_such_check(name, [check.name for check in planned])
+            raise ValueError(f"check({subject}, only={short_repr(name)}): {problem}")
     for check in chosen:
         if check.kind.cases is later_calls.state:
             check.subject.needs_first_outcomes = True
@@ -106,16 +108,30 @@ def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str,
         expected = operator_patterns.value_for(name, expected) or {}
     for each in expected:
         if not any(is_named(kind.name, each.partition("[")[0]) for kind in CHECKS):
-            raise ValueError(f"expected={{{short_repr(each)}: ...}}: {_no_such_check()}")
+            raise ValueError(f"expected={{{short_repr(each)}: ...}}: {no_such_check(each)}")
     return expected
 
 
-def _no_such_check() -> str:
-    families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in CHECKS))
+def no_such_check(name: object, known: Iterable[str] = ()) -> str:
+    """Return the error text about an unknown check, with the most similar of the `known` names."""
+    families = list(dict.fromkeys(kind.name.partition(".")[0] for kind in CHECKS))
+    hint = nearest_check(name, families, known)
     return (
-        "no check has this name. Give the name of a check, its last part, or a family: "
-        f"'memory.transposed', 'transposed'; the families are {families}."
+        f"no check has this name.{hint} Give the name of a check, its last part, or a family: "
+        f"'memory.transposed', 'transposed'; the families are {', '.join(families)}."
     )
+
+
+def nearest_check(name: object, families: Iterable[str] = (), known: Iterable[str] = ()) -> str:
+    """Return a "Did you mean" hint with the full name of a check, or an empty string.
+
+    By default, the known names are the names in the table.
+    """
+    known = list(known) or [kind.name for kind in CHECKS]
+    suggestions = {each.partition(".")[2]: each for each in known}
+    suggestions |= {each: each for each in (*families, *known)}
+    close = difflib.get_close_matches(str(name), suggestions, n=1)
+    return f" Did you mean {suggestions[close[0]]}?" if close else ""
 
 
 def _planned(subject: Subject) -> Iterator[Check]:
