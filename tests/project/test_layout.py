@@ -50,8 +50,8 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 455
 # Limits on lines of code, without blank lines, comments and docstrings. A change that exceeds a
 # limit must remove other code, or raise the limit and explain this in the commit.
-MOST_PYTHON_LINES = 35_703  # in the whole package
-MOST_CORE_LINES = 19_090  # in all packages that are not tools
+MOST_PYTHON_LINES = 35_779  # in the whole package
+MOST_CORE_LINES = 19_105  # in all packages that are not tools
 MOST_CPP_LINES = 5_376
 # The core must not import tools. Tools use only public names and `torchop.extend`, as third-party
 # tools do. If only tools use a file of `_compat`, the file counts as a part of the tools.

@@ -17,7 +17,7 @@ from torch._library.custom_ops import OPDEF_TO_LIB, OPDEFS
 from torch._library.simple_registry import singleton as _rules_registry
 from torch._library.utils import Kernel as _FakeKernel
 
-from torchop._compat import inductor_effects
+from torchop._compat import inductor_effects, stock_kernels
 from torchop._compat.classes import CustomOpDef, EffectType
 
 # Use torch.library's logger, because users have already configured it.
@@ -88,12 +88,10 @@ def fake_source(qualname: str) -> str | None:
 
 
 def formula_functions(qualname: str) -> list[Callable[..., Any]]:
-    """Return the backward function of an operator that `torch.library.custom_op` defined, if any.
-
-    For other operators, the result is empty, because PyTorch stores their backward formulas only
-    inside kernels.
-    """
+    """Return the backward function of an operator, from `register_autograd`, if any."""
     function = getattr(published_handle(qualname), "_backward_fn", None)
+    if function is None:
+        function = stock_kernels.backward_function(qualname)
     return [] if function is None else [function]
 
 

@@ -228,6 +228,26 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
     )
 
 
+def backward_function(qualname: str) -> Callable[..., Any] | None:
+    """Return the function passed to the last `torch.library.register_autograd` of an operator.
+
+    PyTorch stores the function only in the closure of a generated `autograd.Function`, which it
+    names after the operator (torch/_library/autograd.py).
+    """
+    namespace, _, name = qualname.partition("::")
+    packet, _, overload = name.partition(".")
+    generated = f"GeneratedBackwardFor_{namespace}_{packet}_{overload or 'default'}"
+    for function in reversed(torch.autograd.Function.__subclasses__()):
+        if function.__name__ == generated:
+            spread = made_by(function.backward, supports_tensorlist, "new_backward") or {}
+            backward = spread.get("orig_backward", function.backward)
+            around = made_by(backward, make_autograd_impl, "backward")
+            if around is not None:
+                found: Callable[..., Any] | None = around["info"]._backward_fn
+                return found
+    return None
+
+
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
     """Flatten tensor lists, and record how to restore them, as torch/_library/autograd.py does."""
     # `forward` takes an extra argument after the operator's arguments, and the metadata must

@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchop.testing._check.findings import Result
-from torchop.testing._check.run import Check, program_of, run_check, shortened
+from torchop.testing._check.run import Check, changes_of, program_of, run_check, shortened
 from torchop.testing._fork import Worker, WorkerError, crash_file
 from torchop.testing.process_state import quiet
 
@@ -22,16 +22,19 @@ def noted(check: Check, file: Path, /, **values: Any) -> Check:
     If the call crashes the process, `crashed` reads the file. The file also contains `values`.
     """
 
-    def write(label: str, program: str) -> None:
-        text = json.dumps({**values, "label": label, "program": program}, default=str)
+    def write(label: str, program: str, group: str = "", changes: Sequence[str] = ()) -> None:
+        call = {"label": label, "program": program, "group": group, "changes": changes}
+        text = json.dumps({**values, **call}, default=str)
         file.write_text(text, encoding="utf-8")
 
     def cases(subject: Any, details: Any) -> Iterator[Any]:
         for case in check.kind.cases(subject, details):
             program = ""
+            changes: tuple[str, ...] = ()
             with contextlib.suppress(Exception):  # best effort; run the check in any case
+                changes = changes_of(subject, case)
                 program = program_of(check, case)
-            write(case.label, program)
+            write(case.label, program, case.group, changes)
             yield case
 
     write("before the first call", "")
@@ -49,7 +52,13 @@ def crashed(name: str, file: Path, problem: str) -> Result:
         innermost = [line.strip() for line in traceback.splitlines() if "File " in line][:3]
         message += f" {' '.join([traceback.partition(chr(10))[0], *innermost])}"
     return Result(
-        name, "failed", shortened(message), values["program"], cause=f"the call {problem}"
+        name,
+        "failed",
+        shortened(message),
+        values["program"],
+        cause=f"the call {problem}",
+        group=values["group"],
+        changes=tuple(values["changes"]),
     )
 
 

@@ -5,15 +5,23 @@ Uses private names.
 
 from __future__ import annotations
 
+import ctypes
+import math
+import time
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import torchop
 from torchop.testing import check
 from torchop.testing._check.advice import finding_in_words
+from torchop.testing._check.findings import grouped
 from torchop.testing._check.run import plan_checks
+from torchop.testing._fork import can_fork
+from torchop.testing._worker import CheckWorker
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -121,3 +129,97 @@ def test_wrong_gradient_in_one_dtype_names_its_argument(namespace: str) -> None:
     text = first_finding(op, (X, X + 2), only="gradcheck")
     assert "the gradient of argument 'y' in torch.float16" in text
     assert "fix:   Correct the gradient of y in the formula." in text
+
+
+def crashes_if_empty(x: Tensor) -> Tensor:
+    if not x.numel():
+        ctypes.string_at(0)
+    return x * 2
+
+
+def crashes_if_transposed(x: Tensor) -> Tensor:
+    if not x.is_contiguous():
+        ctypes.string_at(0)
+    return x * 2
+
+
+def hangs_if_empty(x: Tensor) -> Tensor:
+    while not x.numel():
+        time.sleep(0.01)
+    return x * 2
+
+
+@pytest.mark.skipif(not can_fork(), reason="checks run in a forked process")
+@pytest.mark.parametrize(
+    ("kernel", "only", "fault", "fix"),
+    [
+        (
+            crashes_if_empty,
+            ["contracts.schema", "memory.empty"],
+            "The call ended the process by SIGSEGV for tensors with 0 elements. (memory.empty; "
+            "also fails: contracts.schema)",
+            "Return early if x has 0 elements, or check the sizes before reading memory.",
+        ),
+        (
+            crashes_if_transposed,
+            ["contracts.schema"],
+            "The call ended the process by SIGSEGV for this case: the tensor transposed. "
+            "(contracts.schema)",
+            "Check the sizes, strides and dtype of x before reading or writing memory, and raise "
+            "an error if the kernel does not support them.",
+        ),
+        (
+            hangs_if_empty,
+            ["contracts.schema"],
+            "The call took over 4 seconds for tensors with 0 elements. (contracts.schema)",
+            "Check the conditions of loops, and release each lock, for such a call.",
+        ),
+    ],
+)
+def test_advice_for_a_crash_names_the_case(
+    namespace: str, kernel: Callable[[Tensor], Tensor], only: list[str], fault: str, fix: str
+) -> None:
+    op = torch.library.custom_op(f"{namespace}::op", kernel, mutates_args=())
+    checks = {check.name: check for check in plan_checks(op, [(X,)], only=only)}
+    worker = CheckWorker(lambda: checks)
+    try:
+        (finding,) = grouped([worker.run(name, 4, math.inf) for name in checks])
+    finally:
+        worker.close()
+    (operator,) = {each.subject.operator for each in checks.values()}
+    text = finding_in_words(operator, finding)
+    assert text.startswith(f"{namespace}::op: {fault}\n")
+    assert f"  fix:   {fix}\n" in text
+
+
+def wrong_backward(ctx: Any, grad: Tensor) -> Any:
+    return 3 * grad
+
+
+def wrong_backward_of_list(ctx: Any, grad: Tensor) -> Any:
+    return [3 * grad]
+
+
+@pytest.mark.parametrize("form", ["custom_op", "torchop", "Library", "torchop.Library", "list"])
+def test_place_of_a_wrong_gradient_is_the_backward_function(namespace: str, form: str) -> None:
+    name, backward = f"{namespace}::twice", wrong_backward
+    example: Any = (X,)
+    if form in ("custom_op", "torchop"):
+        define: Any = torch.library.custom_op if form == "custom_op" else torchop.custom_op
+        schema = "(Tensor x) -> Tensor"
+        op = define(name, lambda x: 2 * x, mutates_args=(), schema=schema)
+        op.register_autograd(backward)
+        text = first_finding(op, example, only="gradcheck")
+    else:
+        library: Any = torchop.Library if form == "torchop.Library" else torch.library.Library
+        kind = "Tensor"
+        if form == "list":
+            kind, backward, example = "Tensor[]", wrong_backward_of_list, ([X],)
+        with torch.library._scoped_library(namespace, "FRAGMENT") as lib:
+            lib = library(namespace, "FRAGMENT") if form == "torchop.Library" else lib
+            lib.define(f"twice({kind} x) -> Tensor")
+            lib.impl("twice", lambda x: 2 * (x[0] if form == "list" else x), "CPU")
+            torch.library.register_autograd(name, backward, lib=lib)
+            text = first_finding(name, example, only="gradcheck")
+    line = backward.__code__.co_firstlineno
+    assert f"  where: {__file__}:{line} ({backward.__name__})\n" in text

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,8 +16,8 @@ from torchop.testing._check.findings import explaining, grouped
 from torchop.testing._check.run import plan_checks, run_check
 
 
-def failed(check: str, group: str = "plain", cause: str = "") -> Result:
-    return Result(check, "failed", check, cause=cause, group=group)
+def failed(check: str, group: str = "plain", cause: str = "", *changes: str) -> Result:
+    return Result(check, "failed", check, cause=cause, group=group, changes=changes)
 
 
 def test_three_faults_are_three_findings() -> None:
@@ -96,3 +100,82 @@ def test_a_wrong_property_of_a_fake_result_is_one_finding() -> None:
     (finding,) = report.findings
     assert (finding.failure.check, finding.others) == ("subsystems.fake", ("dtypes.accepted",))
     assert "torch.float32 from the fake kernel" in finding.failure.message
+
+
+def without_strides(x: Tensor) -> Tensor:
+    return x.as_strided(x.shape, torch.empty(x.shape).stride()).square()
+
+
+def writing_double(x: Tensor) -> Tensor:
+    return x.mul_(x).clone() if x.dtype is torch.double else x.square()
+
+
+def wrong_for_size_1(x: Tensor) -> Tensor:
+    return x.square() + int(1 in x.shape and not x.requires_grad)
+
+
+def findings_with_gradient(
+    name: str, kernel: Callable[[Tensor], Tensor], factor: float, only: list[str]
+) -> dict[str, tuple[str, ...]]:
+    op = torch.library.custom_op(name, kernel, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype))
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * factor * ctx.saved_tensors[0]
+
+    op.register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+    )
+    example = (torch.linspace(0.5, 2, 12).view(3, 4),)
+    report = check(op, example, only=only, raise_exception=False)
+    return {finding.failure.check: finding.others for finding in report.findings}
+
+
+def test_kernel_that_ignores_strides_explains_gradients_of_transposed_tensors(
+    namespace: str,
+) -> None:
+    only = ["transposed", "gradcheck"]
+    right = findings_with_gradient(f"{namespace}::right", without_strides, 2, only)
+    assert right == {"memory.transposed": ("subsystems.gradcheck",)}
+    wrong = findings_with_gradient(f"{namespace}::wrong", without_strides, 3, only)
+    assert wrong == {"memory.transposed": (), "subsystems.gradcheck": ()}
+
+
+def test_kernel_that_writes_double_arguments_explains_gradients_in_double(namespace: str) -> None:
+    only = ["contracts.schema", "subsystems.saved", "gradcheck"]
+    found = findings_with_gradient(f"{namespace}::square", writing_double, 2, only)
+    (first,) = found
+    assert first == "contracts.schema"
+    assert "subsystems.saved" in found[first]
+
+
+@pytest.mark.parametrize(
+    ("group", "change"), [("layout", "layout"), ("dtype", "torch.float64"), ("size", "size 0")]
+)
+def test_kernel_explains_gradients_only_in_the_same_case(group: str, change: str) -> None:
+    kernel = failed("contracts.schema", group, "", change)
+    same = failed("subsystems.saved", "gradient", "", "size 9", change)
+    assert [f.others for f in grouped([same, kernel])] == [("subsystems.saved",)]
+    assert explaining(same, [kernel]) is kernel
+    for other in (
+        failed("subsystems.saved", "gradient", "", "size 9"),
+        failed("subsystems.saved[fast]", "gradient", "", change),
+        failed("subsystems.fake", "plain", "", change),
+    ):
+        assert explaining(other, [kernel]) is None
+    # An explained failure does not explain further failures, which may have causes of their own.
+    more = failed("subsystems.forward_mode", "gradient")
+    found = grouped([kernel, failed("subsystems.gradcheck", "gradient", "", change), more])
+    assert [f.others for f in found] == [("subsystems.gradcheck",), ()]
+
+
+def test_changes_are_the_differences_from_all_examples(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::op", wrong_for_size_1, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    examples = [(torch.ones(3, 4),), (torch.ones(2, 4),)]
+    options: dict[str, Any] = {"only": "single", "reference": torch.square}
+    report = check(op, *examples, raise_exception=False, **options)
+    (failure,) = report.failures
+    assert failure.changes == ("size 1",)
+    assert CheckReport.from_dict(report.to_dict()) == report

@@ -254,6 +254,8 @@ _BY_MESSAGE = {
 
 
 def _advice(result: Result) -> Advice:
+    if result.crashes:
+        return _advice_for_crash(result)
     name = result.check.partition("[")[0]
     if NOT_THE_LAYOUT in result.message:
         name = f"{name}: any layout"
@@ -266,16 +268,29 @@ def _advice(result: Result) -> Advice:
     return Advice(f"No: {result.question}", "See the call below.")
 
 
+def _advice_for_crash(result: Result) -> Advice:
+    label, _, _ = result.message.partition(f": {result.cause}")
+    case = "tensors with 0 elements" if "size 0" in result.changes else f"this case: {label}"
+    fault = f"{result.cause[0].upper()}{result.cause[1:]} for {case}."
+    if result.cause.startswith("the call took "):
+        fix = "Check the conditions of loops, and release each lock, for such a call."
+    elif "size 0" in result.changes:
+        fix = "Return early if {x} has 0 elements, or check the sizes before reading memory."
+    else:
+        fix = (
+            "Check the sizes, strides and dtype of {x} before reading or writing memory, and raise "
+            "an error if the kernel does not support them."
+        )
+    return Advice(fault, fix)
+
+
 def finding_in_words(operator: Operator, finding: Finding) -> str:
     """Return a message with the operator, the bug, its location, a fix and a failing call."""
     result, others = finding
     advice = _advice(result)
     also = f"; also fails: {', '.join(others)}" if others else ""
-    fault = advice.fault
-    if result.cause.startswith("the call "):  # a crash or a time-out
-        fault = f"{result.cause[0].upper()}{result.cause[1:]}."
     lines = [
-        f"{operator}: {fault} ({result.check}{also})",
+        f"{operator}: {advice.fault} ({result.check}{also})",
         f"  found: {result.message}",
         f"  where: {_place(operator, advice.of)}",
         f"  fix:   {advice.fix.replace('{x}', _argument(operator, result))}",

@@ -31,6 +31,8 @@ class Result:
             the failure; an empty string for other failures.
         rejected: the number of variants that `valid` of `register_examples` rejected.
         group: the group of the variant that failed, such as `"layout"`.
+        changes: the differences between the arguments of the failing call and the examples, such
+            as `"layout"`, `"torch.float64"` or `"size 0"`.
 
     Example:
         >>> import torch, torchop
@@ -51,6 +53,12 @@ class Result:
     cause: str = ""
     rejected: int = 0
     group: str = ""
+    changes: tuple[str, ...] = ()
+
+    @property
+    def crashes(self) -> bool:
+        """Whether the failing call ended the process, or exceeded the time limit."""
+        return self.cause.startswith("the call ")
 
     @property
     def family(self) -> str:
@@ -132,8 +140,12 @@ def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
     Failures of `dtypes.accepted` and `dtypes.promotion` come last, because they may concern dtypes
     that the author's examples do not use.
     """
+
+    def order(failure: Result) -> tuple[bool, int]:
+        return any(_fails_in_the_same_case(one, failure) for one in failures), _clarity(failure)
+
     groups: list[list[Result]] = []
-    for failure in sorted(failures, key=_clarity):
+    for failure in sorted(failures, key=order):
         group = next((g for g in groups if any(_explains(one, failure) for one in g)), None)
         if group is None:
             groups.append([failure])
@@ -152,6 +164,10 @@ def _clarity(failure: Result) -> int:
     check = failure.check.partition("[")[0]
     if check in ("memory.uninitialized", "subsystems.saved"):
         return 0
+    # Several checks crash if the kernel crashes for some size or layout. The "memory" checks are
+    # named after the size or layout.
+    if failure.crashes and failure.group != "plain" and failure.family != "memory":
+        return 2
     return 2 if check in ("dtypes.accepted", "dtypes.promotion") else 1
 
 
@@ -173,6 +189,8 @@ def _explains(one: Result, other: Result) -> bool:
         return True
     if one.provider != other.provider:
         return False
+    if _fails_in_the_same_case(one, other):
+        return True
     first, second = (result.check.partition("[")[0] for result in (one, other))
     is_plain = one.group in ("plain", "gradient", "incoming") or first == "memory.contiguous"
     if is_plain or first == "dtypes.double":
@@ -186,6 +204,23 @@ def _explains(one: Result, other: Result) -> bool:
     # incorrect results of the real kernel are always different bugs.
     same = (one.group, other.group) == ("layout", "sharing") or one.group == other.group
     return same and _is_of_fake(first) is _is_of_fake(second)
+
+
+def _fails_in_the_same_case(one: Result, other: Result) -> bool:
+    """Return whether `other` fails for a layout, dtype or size in which the kernel itself fails.
+
+    The checks of gradients and subsystems call the kernel too, so the kernel's failure `one`
+    explains such a failure. If the examples themselves have the layout, dtype or size, it is not
+    listed in `changes`, and `_EXPLAINS` applies.
+    """
+    is_of_kernel = one.family == "memory" or one.check.startswith("contracts.schema")
+    if not is_of_kernel or other.family != "subsystems" or one.provider != other.provider:
+        return False
+    if _is_of_fake(other.check.partition("[")[0]):
+        return False
+    kinds = {"layout": ("layout",), "size": ("size ",), "dtype": ("torch.",)}
+    shared = set(one.changes) & set(other.changes)
+    return any(change.startswith(kinds.get(one.group, ())) for change in shared)
 
 
 def _is_named(check: str, patterns: Sequence[str]) -> bool:

@@ -154,7 +154,12 @@ class CheckReport:
                 "this is not a report of torchop.testing.check, or it is one of a later version"
             )
         fields = {key: values[key] for key in values if key not in ("format", "ok", "results")}
-        return cls(results=tuple(Result(**result) for result in values["results"]), **fields)
+        # JSON has no tuples, so convert the list.
+        results = (
+            Result(**{**result, "changes": tuple(result.get("changes", ()))})
+            for result in values["results"]
+        )
+        return cls(results=tuple(results), **fields)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON.

@@ -191,6 +191,7 @@ def run_check(check: Check, *, end: float = math.inf) -> Result:
         run.cause,
         run.rejected,
         run.group,
+        run.changes,
     )
 
 
@@ -220,6 +221,7 @@ class _Run:
         self.cases = self.refused = self.rejected = 0
         self.details: Details = {}
         self.cause = self.group = ""
+        self.changes: tuple[str, ...] = ()
 
     def outcome(self) -> tuple[Outcome, str, str]:
         if time.perf_counter() > self.end:
@@ -321,6 +323,8 @@ class _Run:
     def _failed(self, case: Case, error: Exception) -> tuple[Outcome, str, str]:
         if breaks_contract(error):
             self.subject.broken_in = self.subject.broken_in or self.check.name
+        # Shrinking also changes sizes that do not matter, so compare the case as it was generated.
+        self.changes = changes_of(self.subject, case)
         if case.shrink:
             seconds = min(_SECONDS_TO_SHRINK, self.end - time.perf_counter())
             # Shrinking may raise NotImplementedError, because PyTorch has no kernels for some
@@ -377,6 +381,26 @@ def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
         return check.kind.probe, check.kind.options(check.subject, case, call)
     options = case.options(call.example) if callable(case.options) else case.options
     return case.probe, dict(options)
+
+
+def changes_of(subject: Subject, case: Case) -> tuple[str, ...]:
+    """Return the layout, dtypes and sizes of a case that no example has, for `Result.changes`."""
+
+    def properties(tensors: Sequence[torch.Tensor]) -> set[str]:
+        return {
+            *(str(tensor.dtype) for tensor in tensors),
+            *(f"size {size}" for tensor in tensors for size in tensor.shape),
+        }
+
+    tensors = list(filter(probes.is_plain, case.arguments().tensors))
+    known = [t for example in subject.examples for t in example.tensors if probes.is_plain(t)]
+    changes = sorted(properties(tensors) - properties(known))
+    return tuple(changes if all(map(_is_contiguous, tensors)) else ["layout", *changes])
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    is_view = tensor.storage_offset() or tensor.is_neg() or tensor.is_conj()
+    return tensor.is_contiguous() and not is_view
 
 
 def program_of(check: Check, case: Case) -> str:
