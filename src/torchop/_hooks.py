@@ -14,8 +14,8 @@ from typing import Any
 class NoExtension:
     """Replaces the C++ extension until the extension is loaded.
 
-    It has the functions of the C++ extension (see `_native/_call_path.pyi`) that lower layers call.
-    Each of these functions returns a value with which the caller falls back to Python code.
+    This class defines the functions of the C++ extension (see `_native/_call_path.pyi`) that lower
+    layers call. Each of them returns a value that makes the caller fall back to Python code.
     """
 
     Choice: Any = None
@@ -67,8 +67,8 @@ extension: Any = NoExtension
 count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.
 handle_type: Any = None
-# Called before an operator's rules are compiled into a call plan, without holding the registration
-# lock.
+# Called before an operator's rules are compiled into a call plan. The caller does not hold the
+# registration lock.
 before_plan: Callable[[Any], None] = lambda definition: None  # noqa: E731 (replaced later)
-# Called when an operator's call plan is invalidated, while holding the registration lock.
+# Called when an operator's call plan is invalidated. The caller holds the registration lock.
 plan_outdated: Callable[[Any], None] = lambda definition: None  # noqa: E731 (replaced later)

@@ -146,7 +146,8 @@ def fitted(
             if name not in values or name in keyword_names:
                 continue
             value = values[name]
-            # As in the dispatcher, a symbolic value never counts as equal to the default.
+            # A symbolic value, such as a SymInt, never counts as equal to the default, because the
+            # dispatcher passes symbolic values to kernels even if they equal the default.
             if isinstance(value, _SYMBOLIC) or not same_default(value, argument):
                 raise RuleSignatureError(
                     f"{what} does not take the parameter {name!r}, but this call passes a value "

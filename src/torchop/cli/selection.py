@@ -31,7 +31,7 @@ class Selection(NamedTuple):
 
 
 def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command: add arguments that select operators, and pass it the `Selection`."""
+    """Add arguments that select operators to a command, which receives them as a `Selection`."""
 
     @functools.wraps(command)
     def selected(names: tuple[str, ...], imports: tuple[str, ...], **options: Any) -> Any:

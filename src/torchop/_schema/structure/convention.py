@@ -1,8 +1,8 @@
 """The calling convention for operators with structured arguments or results.
 
-Authors write kernels and rules that take and return objects, such as dataclasses, but PyTorch calls
-them with values of the flat schema, which has one argument per field. This module wraps the
-authors' functions to convert between objects and flat values.
+Authors write kernels and rules that take and return structures, such as dataclasses, but PyTorch
+calls them with the values of a flat schema, which has one argument per field. This module wraps the
+authors' functions in code that converts between structures and flat values.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class StructuredConvention(Convention):
         return self.structure.fake(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """Wrap a vmap rule that takes objects, so that it takes the schema's flat arguments.
+        """Wrap a vmap rule so that it can be called with the schema's flat arguments.
 
-        For a structured argument or result, such as a dataclass, `in_dims` or `out_dims` holds a
-        mapping from field names to dimensions.
+        The author's rule receives structured arguments, such as dataclasses. For each of them,
+        `in_dims` holds a mapping from field names to dimensions, as `out_dims` does for results.
         """
         structure = self.structure
         if not callable(function):
@@ -78,10 +78,10 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Wrap a torch_dispatch rule that takes objects, so that it takes flat arguments.
+        """Wrap a torch_dispatch rule so that it can be called with the schema's flat arguments.
 
-        The author's rule receives objects, such as dataclasses. The `func` that is passed to the
-        rule takes objects too.
+        The author's rule receives structured arguments, such as dataclasses. The `func` that is
+        passed to the rule takes structured arguments too.
         """
         structure = self.structure
 
@@ -183,7 +183,7 @@ def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 class StructuredCall:
-    """A proxy for an `OpOverload` that takes objects, such as dataclasses."""
+    """A proxy for an `OpOverload` that accepts structured arguments, such as dataclasses."""
 
     def __init__(self, structure: Structure, overload: Any) -> None:
         self._structure = structure

@@ -20,10 +20,10 @@ from torchop._schema.structure.source import Source
 
 
 class Rows(Node):
-    """A list of structures, stored by column: each leaf lists one field's values in all rows.
+    """A list of structures, such as dataclasses. The schema has one list per field, a column.
 
-    `row` is the tree of a single row, i.e. one structure. Its leaves have the same names as the
-    columns.
+    `row` is the annotation tree of a single structure in the list. Each leaf of this tree is a
+    field, and has the same name as the column with the field's values.
     """
 
     def __init__(self, path: str, row: Node, container: type) -> None:

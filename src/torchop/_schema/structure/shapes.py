@@ -36,22 +36,22 @@ class Shape:
         self.fields = fields
 
     def unpack(self, source: Source, value: str, path: str) -> Callable[[str], str]:
-        """Emit code that checks the type of an object.
+        """Emit code that checks the type of a value.
 
-        `value` is a Python expression for the object, and `path` is its name in error messages.
+        `value` is a Python expression for the value, and `path` names the value in error messages.
         Return a function that maps a field's name to a Python expression for the field.
         """
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Emit code that creates an object, and return a Python expression for it.
+        """Emit code that creates an instance, and return a Python expression for the instance.
 
         `fields` maps the name of each field to a Python expression for its value.
         """
         raise NotImplementedError
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:
-        """Return an object or a mapping as a mapping from field names, or None for other values."""
+        """Return an instance or a mapping as a mapping from field names, or else None."""
         if isinstance(value, Mapping):
             return value if set(value) <= set(self.fields) else None
         return None
@@ -95,8 +95,8 @@ class ClassShape(Shape):
         self.is_of_result = is_of_result
 
     def unpack(self, source: Source, value: str, path: str) -> Callable[[str], str]:
-        # Reject subclasses: the operator would rebuild an instance of the base class, and their
-        # extra fields would be lost.
+        # Reject instances of subclasses: the operator would rebuild an instance of the base class,
+        # so the extra fields of the subclass would be lost.
         wrong = wrong_result if self.is_of_result else wrong_type
         with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
             arguments = f"{source.where(path)}, {source.object(self.spelled)}, {value}"
@@ -208,7 +208,7 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
     """Return a dataclass's fields.
 
-    Raise SchemaError if an object cannot be rebuilt from its fields alone.
+    Raise SchemaError if an instance of the class cannot be rebuilt from its fields alone.
     """
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
