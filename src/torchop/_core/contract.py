@@ -251,7 +251,7 @@ def alias_error(
 
 
 def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
-    """Describe the input shapes, because some kernels return aliases only for certain shapes."""
+    """Describe the input shapes, since some kernels return aliases only for certain shapes."""
     shown = [
         f"{where.removeprefix('input ')} of shape {list(tensor.shape)}"
         f"{'' if tensor.numel() else ' (empty)'}"
@@ -304,8 +304,8 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     if aliasing.any_alias(args, kwargs, outputs):
         return True
     inputs, made = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
-    # Some tensors, such as sparse ones, have no storage that `any_alias` could compare. Compare
-    # these tensors by identity (see `storage_of`).
+    # Some tensors, such as sparse tensors, have no storage that `any_alias` could compare, so
+    # compare these tensors by identity (see `storage_of`).
     unstored = [id(tensor) for tensor in made if storage_of(tensor) == id(tensor)]
     if len(set(unstored)) < len(unstored) or not set(map(id, inputs)).isdisjoint(unstored):
         return True

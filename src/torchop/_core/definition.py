@@ -99,7 +99,7 @@ class CompiledRule(Generic[Compiled]):
         return ()
 
     def repr_text(self) -> str | None:
-        """Return a short text for the handle's `repr`, or None if nothing is registered."""
+        """Return a short text about this rule for the handle's `repr`, or None to show nothing."""
         return None
 
 
@@ -169,8 +169,8 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # None while the operator is registered. After it is deregistered, the reason, which calls
-        # report in their error message.
+        # None while the operator is registered. Once the operator is deregistered, this is the
+        # reason, which later calls report in their error message.
         self.deregistration_reason: str | None = None
         # Hold a weak reference, because the library that the caller passed may be freed first.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
@@ -180,7 +180,7 @@ class Definition:
         self.revision = 0
         self._overload: OpOverload | None = None
         # Create the rules on first use, because a typical program never calls most of its
-        # operators. Use a list, because a dict would take three times as much memory.
+        # operators. Store them in a list, because a dict would take three times as much memory.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
         self._version = 0  # the number of calls of `outdate_plan`
@@ -368,7 +368,7 @@ class Definition:
                 libraries.deregister(library, self.name)
 
     def library_closed(self) -> None:
-        """Remove the rules from PyTorch's registries, after the library was closed."""
+        """Remove the operator's rules from PyTorch's registries, after its library was closed."""
         with registration_lock:
             self.registered.close()
             if self.deregistration_reason is None:

@@ -22,8 +22,8 @@ class Generator(NamedTuple):
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """Yield the random number generators that a call with these arguments may use.
 
-    These are any generators among the arguments, and the default generators of the CPU, of every
-    device in the arguments, and of the first `count` accelerators.
+    A call may use any generator among its arguments, and the default generators of the CPU, of
+    every device in the arguments, and of the first `count` accelerators.
     """
     # Call the methods of the generator instead of torch.get_rng_state and torch.set_rng_state,
     # because active modes would intercept and trace these two functions.

@@ -53,7 +53,8 @@ def process_definitions(namespace: str) -> Mapping[str, Any]:
 
 
 def all_process_definitions() -> list[str]:
-    # Copy each dict before iterating, because another thread may add a definition.
+    # Copy each dict before iterating over it, because another thread may add a definition to the
+    # dict in the meantime, and the iteration would then raise RuntimeError.
     return [
         name
         for namespace in list(_process_libraries)

@@ -8,10 +8,10 @@ one holds this lock and waits for a user's lock or an import lock, and the other
 reverse.
 
 Libraries run hooks when they are closed, possibly from a finalizer. The garbage collector may run
-finalizers in any thread at any time, so for the same reason they must never wait for the lock or
-call user code. If the lock is held, or if a hook calls user code, a finalizer just adds the hook to
-a queue. The next registration, or the next call that compiles a plan, then runs the queued hooks in
-`run_waiting_hooks`.
+finalizers in any thread at any time, so for the same reason, finalizers must never wait for the
+lock or call user code. If the lock is held, or if a hook calls user code, a finalizer just adds the
+hook to a queue. The next registration, or the next call that compiles a plan, then runs the queued
+hooks in `run_waiting_hooks`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def compute_then_publish(
     publish: Callable[[Result], Published],
     version: Callable[[], object],
 ) -> Published:
-    """Call `compute` without the lock, since it may run user code, and `publish` with the lock.
+    """Call `compute` without the lock, because it may run user code, then `publish` with the lock.
 
     Every registration changes the value of `version()`. If the value changes while `compute` runs,
     `compute` may have seen an incomplete registration, so discard its result or exception and run

@@ -85,7 +85,7 @@ class Registrations:
 
     @contextlib.contextmanager
     def registering(self, *rules: str) -> Iterator[None]:
-        """Record the source location of the rules that a `with` block registers.
+        """Record the line of user code that registers rules in a `with` block.
 
         On entry, warn if another package has already registered the same rule, because otherwise
         the import order would silently decide which package's rule applies. The caller must not
@@ -155,8 +155,8 @@ def registrations_of(library: torch.library.Library, name: object) -> Registrati
         table = tables.get(str(name))
         if table is None:
             table = Registrations(str(name))
-            # Register this hook first. Even if Ctrl-C interrupts us here, closing the library then
-            # closes this table.
+            # Register this hook before storing the table. Even if Ctrl-C interrupts this function,
+            # closing the library then closes the table.
             libraries.on_close(library, table.close)
             tables[str(name)] = table
         return table
@@ -168,7 +168,10 @@ _latest: weakref.WeakValueDictionary[tuple[str, Key], Registrations] = weakref.W
 
 
 def registration_place(name: object, key: Key) -> Place | None:
-    """Return the user's line that last registered a rule in any library that is not closed."""
+    """Return the line of user code that last registered a rule of this kind for an operator.
+
+    Ignore rules in libraries that have been closed.
+    """
     table = _latest.get((str(name), key))
     return None if table is None else table.place(key)
 

@@ -224,7 +224,7 @@ def defining_module(name: OpName) -> str | None:
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     schema = find_schema(name)
-    # Store the definitions in the library, so that they live as long as the library does.
+    # Store the definitions in the library object, so that they live as long as the library.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:

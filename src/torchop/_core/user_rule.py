@@ -94,7 +94,7 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # Compute this here rather than in `lookup`, because compilers trace `lookup`.
+        # Compare the methods here rather than in `lookup`, because compilers trace `lookup`.
         self._derives_values = type(self).of_derived is not Rule.of_derived
         # Maps operator names to registered values, oldest first. The tuples are only ever replaced,
         # never modified, so lookups need no lock.

@@ -5,7 +5,7 @@ from torchop._compat import dynamo_variables
 from torchop._core import define
 from torchop._define.handle import CustomOp, make_handle
 
-# `_core` and `_native` need the handle type, but cannot import it without a cycle, so set it here.
+# `_core` and `_native` need the handle type, but importing it would be circular, so set it here.
 define.make_handle = make_handle
 _hooks.handle_type = CustomOp
 dynamo_variables.trace_as_overload(CustomOp)

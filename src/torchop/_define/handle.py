@@ -197,9 +197,8 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # Caching the overload here would make Dynamo guard on the cache, and recompile once the
-        # first call has filled it. Caching is not necessary either, because torch.ops caches the
-        # overload.
+        # Do not cache the overload here: Dynamo would guard on the cache, and recompile once the
+        # first call has filled it. There is no need to, because torch.ops caches the overload.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)

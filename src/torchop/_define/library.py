@@ -141,8 +141,8 @@ class Library(OwnLibrary):
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
-        # Remove the namespace. Otherwise, PyTorch's `define` would record the name as
-        # "ns::ns::name", and `_destroy` would fail in _clear_torch_ops_cache (torch/library.py).
+        # Remove the namespace from the schema. Otherwise, PyTorch's `define` would record the name
+        # as "ns::ns::name", and `_destroy` would fail in _clear_torch_ops_cache (torch/library.py).
         schema = schema.removeprefix(f"{self.ns}::")
         define = functools.partial(super().define, schema, alias_analysis, tags=tags)
         with short_errors:

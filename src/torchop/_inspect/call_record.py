@@ -104,7 +104,10 @@ class CallRecord(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return example arguments, with tensors of ones, or None if one is a TypeRecord."""
+        """Return example arguments, with tensors of ones, or None if an argument is a TypeRecord.
+
+        The value of a TypeRecord was not recorded.
+        """
         if any(isinstance(part, TypeRecord) for part in self.parts()):
             return None
         return mapped(self, lambda p: p.example() if isinstance(p, TensorRecord) else p)
@@ -140,7 +143,7 @@ def described(op: str, call: CallRecord) -> str:
     args = [_described(value) for value in positional]
     args += [f"{name}={_described(value)}" for name, value in keywords.items()]
     text = f"({', '.join(args)})"
-    # Replace control characters in names, which a terminal would interpret.
+    # Replace control characters in names, because a terminal would interpret them.
     text = "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
     return text if len(text) < _LONGEST else f"{text}..."
 

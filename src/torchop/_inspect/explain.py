@@ -148,9 +148,9 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Prepare the operator as an actual call would: load the C++ extension. For devices without
-        # a kernel, torchop registers a kernel that raises an error. If PyTorch has a fallback for
-        # the backend, remove this kernel.
+        # Prepare the operator as an actual call would. First, load the C++ extension. For devices
+        # without a kernel, torchop has registered a kernel that raises an error. If PyTorch has a
+        # fallback for the device's backend, remove this kernel, so that calls reach the fallback.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

@@ -109,8 +109,8 @@ def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str])
             why = _OTHER_DEVICES
         lines.append((each.name, f"{each.name} ({devices}): {why} ({each.where})"))
     # The priority order may also contain providers that were removed, and "tuned", which stands for
-    # the kernel that was measured as the fastest. `reasons` says why the call skips them, so add a
-    # line for each.
+    # the kernel that was measured as the fastest. `reasons` says why the call skips these entries,
+    # so add a line for each of them.
     names = {name for name, _ in lines}
     lines += [(name, f"{name}: {why}") for name, why in reasons.items() if name not in names]
     lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))

@@ -29,9 +29,9 @@ MAX_KINDS = 100
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     """Maps operators to their distinct calls, each with the number of times it was made.
 
-    `torchop.record` creates it, and a `with` statement starts and ends the recording. You may enter
-    a `Recorded` several times, even nested, and in several threads at the same time. It stores up
-    to 100 distinct calls per operator, and only counts further ones (see `calls`).
+    `torchop.record` creates a `Recorded`, and a `with` statement starts and ends the recording. You
+    may enter a `Recorded` several times, even nested, and in several threads at the same time. For
+    each operator, it stores up to 100 distinct calls, and only counts further calls (see `calls`).
 
     Example:
         >>> import torch, torchop
@@ -289,8 +289,9 @@ class _Recordings(threading.local):
 
 
 def _record(active: list[Recorded], *call: Any) -> None:
-    # The autograd engine may run a backward pass in another thread, with the modes of this thread.
-    # So take the recordings as an argument instead of looking them up in the current thread.
+    # The autograd engine may run a backward pass in another thread, with the modes of the thread
+    # that started it. So take the recordings as an argument instead of looking them up in the
+    # current thread.
     for recorded in {id(recorded): recorded for recorded in active}.values():
         recorded._record(*call)
 

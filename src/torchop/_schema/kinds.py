@@ -52,8 +52,8 @@ class Kind(NamedTuple):
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
-    # Dynamo cannot trace `types.spell`. Calling it while compiling would hide this error behind one
-    # about `types.spell`.
+    # Dynamo cannot trace `types.spell`. If we called `types.spell` while compiling, the user would
+    # see Dynamo's error about it instead of this one.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
@@ -159,12 +159,12 @@ def single_kind(annotation: Any) -> Kind | None:
 
 
 def is_object(kind: Kind) -> bool:
-    """Return whether values of this kind are objects of an opaque type, or lists of objects."""
+    """Return whether values of this kind are instances of an opaque class, or lists of them."""
     return "." in kind.schema
 
 
 def is_by_reference(schema_type: str) -> bool:
-    """Return whether a schema type stands for objects passed by reference, or lists of them."""
+    """Return whether a schema type is an opaque class passed by reference, or a list of it."""
     return opaque_types.names_reference(schema_type.rstrip("?[]"))
 
 

@@ -54,7 +54,7 @@ def spell_function(function: Callable[..., Any]) -> str:
     if qualname is None:
         return f"this {type(function).__name__}"
     text = f"{module}.{qualname}" if module else str(qualname)
-    # Cut off the start of a long name, because the end is the most specific part.
+    # Cut off the start of a long name, because the end of the name is its most specific part.
     return text if len(text) <= _LONGEST_NAME else f"...{text[3 - _LONGEST_NAME :]}"
 
 

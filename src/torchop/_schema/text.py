@@ -1,8 +1,8 @@
 """Split the text of a schema into its parts, and put parts together into schemas.
 
-In compiled graphs, helper operators replace some operators. Their schemas are derived from the text
-that the author wrote. Deriving them from `str(schema)` would not work: PyTorch does not escape
-string defaults correctly there, and the parser would reject the result.
+In compiled graphs, helper operators replace some operators. The schemas of helper operators are
+derived from the text that the author wrote. Deriving them from `str(schema)` would not work, since
+PyTorch does not escape string defaults correctly in it, so its parser would reject the result.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def accelerate(
     string.
     """
     wanted = patterns or ("*",)
-    # Dynamo registers operators when it is imported, often as late as in the first call. Import it
-    # before computing `registered_before`, so that its operators do not appear in the table.
+    # Dynamo registers operators when it is imported, often as late as in the first call. Import
+    # Dynamo before computing `registered_before`, so that its operators are not in the table.
     on_demand.import_dynamo()
     registered_before = set() if patterns else {row.op for row in rows_of(wanted)}
     imported = _import(modules, wanted)
@@ -159,7 +159,7 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
         # `calls` includes calls whose arguments were not recorded. Assume that the share of native
-        # calls, which bypass the dispatcher, is the same for these as for the recorded calls.
+        # calls, which bypass the dispatcher, is the same among them as among the recorded calls.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")

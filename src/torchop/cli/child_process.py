@@ -154,8 +154,8 @@ def _wait(process: Any, receiver: Connection, doing: str, seconds: float) -> Non
         left = end - time.monotonic()
         if left <= 0:
             raise ChildError(f"{doing} took over {seconds:.0f} seconds")
-        # Also wait for the child's exit, because the pipe does not report it if processes that the
-        # child started keep the pipe open.
+        # Also wait for the child to exit. The pipe alone does not report the exit if processes that
+        # the child started keep the pipe open.
         ready = wait([receiver, process.sentinel], left)
         if process.sentinel in ready and not receiver.poll():
             raise ChildError(f"{doing} {_exit_of(process)}")
@@ -227,7 +227,7 @@ def import_all(modules: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _report_exit(module: str) -> Iterator[None]:
-    """Print a message if `os._exit` is called in the block, because it would exit silently."""
+    """Print a message if `os._exit` is called in the block, since Python would exit silently."""
     leave, process = os._exit, os.getpid()
 
     def report(status: int = 0) -> NoReturn:

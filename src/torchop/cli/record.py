@@ -74,9 +74,9 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # Print the traceback without torchop's frames, as Python would if it ran the program
-        # itself. Raising the exception again is not enough, because click would report it
-        # differently.
+        # Print the traceback without torchop's frames, as Python would print it if it ran the
+        # program itself. Raising the exception again is not enough, because click would report the
+        # exception differently.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)

@@ -185,7 +185,7 @@ def modules_of(ep: ExportedProgram) -> str:
     If the kernel of `ns::f` comes from a provider, such as "triton", the JSON also maps
     `ns::f[triton]` to the module that registered the provider.
     """
-    # Look the operators up by name, in case they have been redefined since the export.
+    # Look up the operators by name, because they may have been redefined since the export.
     names = [op.name() for op in graphs.operators_in(ep.graph_module)]
     used = [Operator(OpName.parse(name), "save") for name in names]
     modules = {str(op): op.site.module for op in used if op.site is not None}

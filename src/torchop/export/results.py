@@ -29,7 +29,7 @@ def check_results(ep: ExportedProgram) -> None:
         return
     module = ep.module()
     try:
-        # The program may mutate its buffers and inputs, so pass copies.
+        # The program may mutate its buffers and inputs, so run it on copies of them.
         buffers, (args, kwargs) = copied((dict(module.named_buffers()), ep.example_inputs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _Comparing():
             torch.func.functional_call(module, buffers, args, kwargs)

@@ -45,7 +45,7 @@ class GradientsOf:
 
 
 class Gradients(Node):
-    """The gradients of a result, passed as an object of the result's class.
+    """The gradients of a structured result, passed as an instance of the result's class.
 
     The schema has one argument for each tensor in the result. If the result also has parts that are
     not tensors, an additional argument holds a number that identifies the values of these parts.

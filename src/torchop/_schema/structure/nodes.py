@@ -149,7 +149,8 @@ class Leaf(Node):
 
     @property
     def is_tensor(self) -> bool:
-        # Only look at the start, because the name of an opaque type may contain "Tensor" as well.
+        # Only look at the start of the schema type, because the name of an opaque class may contain
+        # "Tensor" as well.
         return self.kind.schema.startswith("Tensor")
 
     def make_optional(self) -> None:
@@ -260,8 +261,8 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        # Accept any object with these fields, because authors may declare a separate class for
-        # gradients.
+        # Accept an instance of any class with these fields, because authors may declare a separate
+        # class for gradients.
         parts = {} if value is None else self.shape.parts(as_mapping(value))
         if parts is None:
             names = ", ".join(self.fields)

@@ -25,7 +25,8 @@ class ResultFields(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Skip __init__, because it may validate the values, and gradients may not pass its checks.
+        # Skip the class's __init__, because it may validate the fields, and gradients may not pass
+        # its checks.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)

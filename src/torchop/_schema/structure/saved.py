@@ -80,7 +80,8 @@ def _filled(template: Any, tensors: Iterator[Tensor]) -> Any:
         fields = [_filled(field, tensors) for field in template.fields]
         if issubclass(template.cls, tuple):
             return template.cls(*fields)
-        # Skip __init__. It may validate the values, but they were already valid when saved.
+        # Skip the class's __init__, which may validate the fields again. They were already valid
+        # when they were saved.
         value: Any = object.__new__(template.cls)
         for name, field in zip(template.names, fields, strict=True):
             object.__setattr__(value, name, field)

@@ -249,9 +249,9 @@ class Structure:
         """Make the generated functions raise an error once the operator is deregistered.
 
         In eager mode, calling the deregistered overload already raises an error, but a compiled
-        graph would call a new operator of the same name. So this replaces the operator, a global
-        variable of the generated functions, by `raise_error`. Dynamo's guards then fail, and Dynamo
-        traces the call again and reaches `raise_error`.
+        graph would call a new operator of the same name. So this method replaces the overload, a
+        global variable of the generated functions, with `raise_error`. Dynamo's guards then fail,
+        so Dynamo traces the call again and reaches `raise_error`.
         """
         for function, called in self._callers:
             function.__globals__[called] = raise_error
