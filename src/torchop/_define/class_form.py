@@ -251,7 +251,7 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Return the member `forward`, or a function that raises when called if there is none.
+    """Return the member `forward`, or without this member, a function that raises when called.
 
     The raising function takes its signature from the member `signature`, or else from a kernel.
     """
@@ -294,8 +294,8 @@ def _function(
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function with the name, module and docstring of the class.
 
-    The handle takes these attributes from the function. We copy the function instead of wrapping
-    it, because a wrapper would add a Python frame to every call.
+    The operator's handle takes these attributes from the function. We copy the function instead of
+    wrapping it, because a wrapper would add a Python frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

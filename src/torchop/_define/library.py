@@ -323,7 +323,7 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Wrap a kernel to check its results against the schema, because PyTorch does not."""
+    """Wrap a kernel to check its results against the schema, which PyTorch does not check."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)
@@ -346,7 +346,7 @@ def checked_kernel(
             with registration_lock:  # see `checked`
                 run = checked(qualname, schema, function, leading=int(with_keyset))
                 check_now = result_check(schema.returns)
-                # Set `run` before `check`: other threads read them in the opposite order, so no
+                # Set `run` before `check`. Other threads read the two in the opposite order, so no
                 # thread combines the new `check` with the old `run`.
                 check, checked_schema = check_now, current_schema
         if _hooks.count_call is not None:

@@ -191,8 +191,8 @@ def out_op(
                 for form, member in names.items()
             }
             # Let Inductor replace the functional form with a form that saves an allocation. The
-            # out= form always saves one. The in-place form saves one only if it is elementwise,
-            # because otherwise it allocates a temporary result.
+            # out= form always saves an allocation. The in-place form does so only if the kernel is
+            # elementwise, because otherwise it allocates a temporary result.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
@@ -255,8 +255,8 @@ def _kernels_of(form: Definition) -> object:
     """Return the kernels of an operator by device, to compare them with another form's kernels."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
-        # Each call chooses a kernel, so two forms may run different kernels. Return the form
-        # itself, which is never equal to the result for another form.
+        # Each call chooses one of several kernels, so two forms may run different kernels. Return
+        # the form itself, which never compares equal to the result for another form.
         return form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 

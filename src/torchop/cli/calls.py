@@ -76,8 +76,8 @@ _TIMES = "microseconds", "interval"
 class Costs(NamedTuple):
     """The time of each way to call an operator, in microseconds, and an explanation of the call.
 
-    One way, for example, is a call through `torch.ops` under no_grad. `explanation` is the text of
-    `torchop.explain`.
+    For example, one way to call an operator is through `torch.ops` under no_grad. `explanation` is
+    the text that `torchop.explain` returns.
     """
 
     op: str

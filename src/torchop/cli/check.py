@@ -175,8 +175,8 @@ def _with_examples(
 ) -> tuple[list[str], list[str]]:
     """Return the operators that have examples, and messages about operators that have none.
 
-    This also plans the checks of the first operator that has examples, to raise a ClickException
-    early if a command-line option is invalid.
+    This function also plans the checks of the first operator that has examples. If a command-line
+    option is invalid, the planning raises a ClickException before any check runs.
     """
     values = {}
     for name in set(_MAPPINGS) & options.keys():

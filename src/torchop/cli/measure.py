@@ -156,8 +156,8 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
         "after": way(*called, contextlib.nullcontext),
     }
     before, after = map(_working, timed(ways, example, _SECONDS).values())
-    # Other processes on the machine can only slow down a measurement. So the faster of the two
-    # measurements was disturbed less, and its noise is the better estimate.
+    # Other processes on the machine can only slow down a measurement. The faster of the two
+    # measurements was therefore disturbed less, so its noise is the better estimate.
     return Cost(before.best, after.best, min(before, after).noise)
 
 

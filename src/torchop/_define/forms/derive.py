@@ -1,7 +1,7 @@
 """Derive the in-place and out= forms of a functional operator.
 
-Each form calls the functional operator and copies the result into its own argument. Compilers
-simply trace these two steps, so they need no special support for these forms.
+Each form calls the functional operator, and copies the result into the first argument or into the
+outputs. Compilers simply trace these two steps, so they need no special support for these forms.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def define_member(
     `kernel` must return the mutated arguments, and `guard` checks the arguments of every call
     before the kernel runs. The new operator gets `tags` in addition to the tag of its form.
     """
-    # Do not tag an out= form with `torch.Tag.out`: Inductor would replace the functional operator
+    # Do not tag an out= form with `torch.Tag.out`. Inductor would replace the functional operator
     # with any overload that has this tag, and for most signatures, it would pass wrong arguments.
     # `_compat.planned_outputs` registers a correct replacement instead.
     conventional_tags = () if schema.form is Form.OUT else schema.form.tags
@@ -169,8 +169,8 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
 
 def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Pass a clone, because the backward formula may save the input, and `x` is overwritten
-        # below.
+        # Pass a clone of `x`, because the backward formula may save the input, and the code below
+        # overwrites `x`.
         result = functional.overload(x.clone(), *args, **kwargs)
         check_fits(name, schema, schema.mutated[0], metadata(result), x)
         return x.copy_(result)

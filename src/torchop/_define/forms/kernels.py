@@ -1,7 +1,7 @@
 """Create the kernels of the functional, out= and in-place forms from one kernel.
 
-The author's kernel writes its results into output arguments, which are checked before it runs. If
-PyTorch's own operators would reject the same output, the error has the same message as in PyTorch.
+The author's kernel writes its results into output arguments, which are checked before the kernel
+runs. If PyTorch's own operators reject such an output, the error has the same message as PyTorch's.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class WritingKernels:
         return without_outputs(overwrite, kernel, self.outputs)
 
     def guard(self, name: OpName, schema: Schema) -> Guard | None:
-        """Return a function that checks the outputs of each call, or None if none is needed."""
+        """Return a function that checks the outputs of a call, or None if no check is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
         # The in-place form needs no guard if it copies the result, because `overwrite` then checks
