@@ -265,8 +265,9 @@ def replace(name: OpName, site: Site, define: Callable[[], Definition]) -> Defin
                         torch_ops.invalidate({name: reason})
                         libraries.deregister(existing, name)
                     return define()
-        # Emit the warning without holding the lock. If another thread replaces the operator in the
-        # meantime, the next iteration warns about that thread's operator too.
+        # Emit the warning after releasing the lock, because a warning may run user code. If another
+        # thread replaces the operator in the meantime, the next iteration warns about that thread's
+        # operator too.
         announced, reason = existing, _announce(existing, name, site)
 
 

@@ -70,7 +70,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a click option for an output file, which must be writable."""
+    """Return a click option for an output file. A path that is not writable is rejected."""
 
     def checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
         if path is None:
