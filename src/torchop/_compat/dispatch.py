@@ -293,9 +293,8 @@ def with_transforms() -> Any:
     runs this call under the mode `_AnalyzeCustomOpInputOutputMode`
     (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
-    # A compiler's trace includes the key Functionalize, except around kernels that FakeTensorMode
-    # calls. Keep the key excluded there, because the kernel would otherwise create functional
-    # tensors.
+    # Leave out the key Functionalize if FakeTensorMode called the kernel. Otherwise the tensors
+    # that a fake kernel creates would be functional tensors.
     is_fake = torch._C._meta_in_tls_dispatch_include()
     return _including(_TRANSFORMS_OF_FAKES if is_fake else _TRANSFORMS)
 

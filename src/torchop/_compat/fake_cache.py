@@ -80,10 +80,10 @@ def cached_outputs(
 def _entry(
     mode: Any, state: Any, key: Any, op: OpOverload, args: Any, kwargs: Any, output: Any
 ) -> Callable[..., Any]:
-    """Return a function that recreates the outputs.
+    """Return the cache entry of a call: a function that recreates the outputs of its fake kernel.
 
-    Raise `_BypassDispatchCache` if they cannot be recreated, for example because the fake kernel
-    created a symbol for a data-dependent size.
+    Raise `_BypassDispatchCache` if the outputs cannot be recreated, for example because the fake
+    kernel created a symbol for a data-dependent size.
     """
     cls = type(output)
     if not issubclass(cls, (torch.Tensor, tuple, list)):

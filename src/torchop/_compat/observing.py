@@ -99,8 +99,8 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
     """Call the kernel below `mode`, in the thread-local state that it would have without the mode.
 
     While a mode's handler runs, PyTorch deactivates the mode and excludes all dispatch keys above
-    the key Python. In this state, the kernel would run without autocast, and calls inside it would
-    neither record gradients nor be observed.
+    the key Python. If the kernel ran in this state, autocast would be off, autograd would not
+    record the operators that the kernel calls, and `mode` would not observe them.
     """
     tensors = _tensors_of_call(args, kwargs)
     keys = dispatch.keyset_of_call(tensors)

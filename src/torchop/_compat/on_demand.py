@@ -25,8 +25,9 @@ def compile_aoti_package(
 ) -> str:
     """Compile an exported program into an AOTInductor package, and return the package's path.
 
-    If `path` is None, PyTorch chooses the path. `linked` is a shared library to link the compiled
-    program with. At run time, it is loaded from the folder of the compiled program.
+    If `path` is None, PyTorch chooses the path. `linked` is the path of a shared library, and the
+    compiled program is linked against this library. At run time, the dynamic loader looks for the
+    library in the folder that contains the compiled program.
     """
     if linked is not None:
         libraries = "aot_inductor.custom_op_libs"

@@ -74,7 +74,10 @@ def register_for_checkpoints(
 
 
 def rules_by_mode(op: OpOverload | None = None, extra: str = "") -> dict[type, Callable[..., Any]]:
-    """Return the torch_dispatch rules that `register_for_checkpoints` registers."""
+    """Return the torch_dispatch rules that `register_for_checkpoints` registers, by mode class.
+
+    See `register_for_checkpoints` for `op` and `extra`.
+    """
     checkpoint = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
     trace = in_trace if op is None else functools.partial(_marking, op, extra)
     return {

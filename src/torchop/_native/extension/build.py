@@ -31,9 +31,10 @@ except ImportError:  # Windows, where nothing is compiled
 
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
-# Locked while `subprocess.Popen` starts the compiler, to prevent other threads from forking. Popen
-# reads from a pipe until all copies of the write end are closed, and a child process forked at that
-# time would hold a copy. If the child then waited for the file lock, which this process holds, both
+# This lock keeps other threads from forking while `subprocess.Popen` starts the compiler: a hook
+# acquires it before each fork (`os.register_at_fork`). A child forked at that moment would inherit
+# the write end of the pipe that Popen reads from, and Popen returns only when every process has
+# closed its write end. If the child then waited for the file lock that this process holds, the two
 # processes would deadlock.
 _starting = threading.Lock()
 # The lock files that are open in this process. A forked child closes its copies, because the

@@ -66,8 +66,8 @@ def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Ou
 class DeclaredFake(functools.partial[Any]):
     """A fake kernel created from the options of `register_fake`, such as `like` and `shape`.
 
-    The options are stored in the arguments of this partial, which are part of the cache keys of
-    compiled graphs.
+    The options are stored as arguments of the `functools.partial`. The cache keys of compiled
+    graphs include these arguments, so a graph is not reused after an option changes.
     """
 
     is_declared = True

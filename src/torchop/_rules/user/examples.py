@@ -43,10 +43,10 @@ class _ExamplesRule(Rule[Examples]):
         )
 
     def valid(self, op: OpOverload) -> Valid | None:
-        """Return the predicate `valid` of an operator's examples, or None if all calls are valid.
+        """Return the `valid` function for an operator, or None if all arguments are valid.
 
-        A derived in-place or out= form uses the functional operator's `valid` function, unless the
-        user registered a `valid` function for the form itself.
+        An in-place or out= operator that was derived from a functional operator uses the functional
+        operator's `valid` function, unless the user registered one for the derived operator.
         """
         own = self.lookup(op).valid if self.has(op) else None
         if own is not None:
