@@ -212,6 +212,14 @@ def fill(x: Tensor, *, out: Tensor) -> None:
     out.copy_(x)
 
 
+def clone(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+class Clone:
+    forward = staticmethod(clone)
+
+
 def message_of(mistake: Callable[[str], Any], namespace: str) -> str:
     """Return the message of the exception, or of the warnings if there is no exception."""
     with warnings.catch_warnings(record=True) as warned:
@@ -248,11 +256,11 @@ WITH_LIBRARY = [
 def test_value_that_is_not_a_library_is_rejected(namespace: str, name: str) -> None:
     op = sample(namespace)
     calls: dict[str, Callable[..., Any]] = {
-        "custom_op": lambda f: f(f"{namespace}::f", mutates_args=(), lib="x"),
+        "custom_op": lambda f: f(f"{namespace}::f", clone, mutates_args=(), lib="x"),
         "define": lambda f: f(f"{namespace}::f", "(Tensor x) -> Tensor", lib="x"),
         "impl": lambda f: f(op, "cpu", torch.clone, lib="x"),
-        "operator": lambda f: f(f"{namespace}::f", lib="x"),
-        "out_op": lambda f: f(f"{namespace}::f", lib="x")(fill),
+        "operator": lambda f: f(f"{namespace}::f", lib="x")(Clone),
+        "out_op": lambda f: f(f"{namespace}::f", like="x", lib="x")(fill),
         "register_autocast": lambda f: f(op, "cpu", torch.half, lib="x"),
         "register_kernel": lambda f: f(op, "cpu", torch.clone, lib="x"),
         "register_torch_dispatch": lambda f: f(op, torch.nn.Parameter, torch.clone, lib="x"),

@@ -554,7 +554,7 @@ MUTANTS = {
     "spelled default": Mutant(
         "call.cpp", "&& values.passes_device_string_default()))", "&& false))"
     ),
-    "left out defaults": Mutant("plan.cpp", "parameters.drops_defaults = true;", ""),
+    "left out defaults": Mutant("plan.cpp", "parameters.drops_defaults |= are_dropped;", ""),
     "looking before the kernel": Mutant(
         "autograd.cpp",
         "return nullptr;\n      result = checked(compute());",

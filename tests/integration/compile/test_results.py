@@ -43,6 +43,9 @@ def test_result_of_another_dtype_is_rejected(
     function = torch.compile(lambda x: doubled(op(x)), fullgraph=True)
     assert function(torch.zeros(4)).tolist() == [2.0] * 4
     dtypes[0] = dtype
-    expected = f"{namespace}::ones: the kernel returned .* torch.float32 on cpu. Make both agree"
+    expected = (
+        f"{namespace}::ones: the kernel returned a tensor with another dtype.* than the fake "
+        "kernel, which returned torch.float32 on cpu"
+    )
     with pytest.raises(RuntimeError, match=expected):
         function(torch.zeros(4))
