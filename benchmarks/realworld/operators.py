@@ -96,7 +96,7 @@ def measure(case: Case) -> Measured:
     with torchop.accelerate(case.op):
         known = table.accelerated.get(name)
         assert known is not None, "the call was native in `check`"
-        _, (through_autograd, *_), function, _ = known.entry.explain(*arguments)
+        _, (through_autograd, *_), function, *_ = known.entry.explain(*arguments)
         learnt = any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
         kernel = functools.partial(inspect.unwrap(function, stop=is_kernel), *arguments)
         call = functools.partial(op, *arguments)
